@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.registry import engine
 from ortlab.session import Session
 from ortlab.session import session as the_session
 from ortlab.settings import ENGINES, EngineSettings
 from ortlab.utils.tables import Column, Table
 from tests.support import reference
+from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S
 
 # torch.compile does not compile before the first call. It is therefore the fast engine whose
@@ -56,10 +55,7 @@ class MarginLoss(nn.Module):
 @pytest.fixture(params=ENGINES)
 def settings(request: pytest.FixtureRequest) -> EngineSettings:
     """Return the settings of each engine; skip with the reason if this machine lacks the engine."""
-    try:
-        engine(request.param)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs(request.param)
     return EngineSettings.of(engine=request.param)
 
 
@@ -400,10 +396,7 @@ def test_the_python_twin_of_doctor() -> None:
 
 @pytest.fixture
 def ort() -> EngineSettings:
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     return EngineSettings.of(engine="ortmodule", fallback=True)
 
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.engine import execution_of
-from ortlab.engines.registry import engine
 from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, set_seed
+from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S
 from tests.zoo.dropout import drawn_by_ort
 
@@ -144,10 +143,7 @@ dist.destroy_process_group()
 @pytest.fixture(autouse=True)
 def _needs_ort() -> None:
     """Skip the test with the reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
 
 
 class Net(nn.Module):

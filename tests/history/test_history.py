@@ -220,7 +220,7 @@ def test_a_rank_without_those_before_it_is_nobody_s(root: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
 def test_the_last_steps_are_those_of_the_whole_file(tmp_path: Path, size: int) -> None:
-    """Of a file of 5000 steps, only a block at the end is read."""
+    """Only a block at the end of a file of 5000 steps is read."""
     path = kept(tmp_path, count=size) / "metrics.jsonl"
     whole, last = read_metrics(path).rows, read_last(path)
     assert 0 < len(last) <= size

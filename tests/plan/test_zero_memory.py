@@ -15,6 +15,7 @@ import pytest
 import ortlab
 from ortlab.api import zero_plan
 from ortlab.plan.zero_memory import ZeroPlan, parse_count
+from tests.support.needed_engines import needs
 
 MODELS = {
     # Parameters of the model, and of its largest module, which DeepSpeed's stage 3 gathers whole.
@@ -259,14 +260,9 @@ def test_a_model_with_a_graph() -> None:
     """Activations are those of ORT's graph, for the given sizes."""
     import torch
 
-    from ortlab.engines.base import EngineUnavailable
-    from ortlab.engines.registry import engine
     from tests.support import tiny
 
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     model = ortlab.wrap(tiny.gpt2(), cache=False)
     assert ortlab.zero_plan(model).activations is None  # the model was not called yet
     ids = torch.randint(0, 50, (2, 8))

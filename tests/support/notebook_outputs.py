@@ -1,4 +1,4 @@
-"""What a notebook shows without a browser: the outputs it is saved with, and their pictures."""
+"""Outputs that a notebook is saved with, and their pictures, which need no browser."""
 
 from __future__ import annotations
 

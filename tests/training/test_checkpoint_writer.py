@@ -14,8 +14,6 @@ import safetensors
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.registry import engine
 from ortlab.history.run_folder import RunFolder
 from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX, Event
@@ -26,6 +24,7 @@ from ortlab.training.evaluator import Evaluation, better
 from ortlab.training.run import Run
 from ortlab.utils.weak_list import Recent
 from tests.support import killing
+from tests.support.needed_engines import needs
 from tests.support.resuming import Gated, examples, network
 from tests.support.training_parts import Parts
 from tests.support.waiting import Turns, until
@@ -647,10 +646,7 @@ def test_a_process_that_is_killed_on_a_full_disk_loses_nothing(whole: Any, tmp_p
 @pytest.mark.parametrize("name", ["eager", "compile", "ortmodule", "ort_fused"])
 def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> None:
     """Thirty runs, killed at random points and resumed, have the losses of an undisturbed one."""
-    try:
-        engine(name)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs(name)
     drawn = random.Random(30)
     spoilt, full = fault == "spoilt", fault == "full"
     for number in range(30):

@@ -37,6 +37,7 @@ from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, trainer
 from ortlab.training.control import Control
 from ortlab.training.run import Run
+from tests.support.needed_engines import needs
 from tests.support.resuming import CASES, Course, Gated, examples, network
 from tests.support.waiting import HANGS_S, until
 
@@ -705,10 +706,7 @@ def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:
 
 @pytest.mark.parametrize("to", ["compile", "ortmodule"])
 def test_another_engine_goes_on_where_eager_stopped(home: Path, to: str) -> None:
-    try:
-        engine(to)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs(to)
     # Batches of one size: four micro-batches of five.
     *_, kept, _ = trained(examples(20), stop=5, model=network(0.0), batch_size=5)
     whole, *_ = trained(examples(20), model=network(0.0), batch_size=5)

@@ -9,14 +9,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ortlab.engines import registry
-from ortlab.engines.base import Capabilities, EngineUnavailable
-from ortlab.engines.registry import engine
+from ortlab.engines.base import Capabilities
 from ortlab.engines.torch import stepper
 from ortlab.settings import AUTO, ENGINES, Declaration, FinetuneSettings
 from ortlab.training import data_loading, settings_preview
 from ortlab.training.changes import cost as change_costs
 from ortlab.training.changes import fixed
 from ortlab.training.settings_preview import Control
+from tests.support.needed_engines import needs
 from tests.support.resuming import examples
 
 EAGER = FinetuneSettings.of(engine="eager")
@@ -24,10 +24,7 @@ FIXED = fixed(data_loading.batches(examples(), EAGER))
 
 
 def needs_ort() -> None:
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
 
 
 def control(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
-from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.registry import engine
+from tests.support.needed_engines import needs
 
 SCRIPT = """
 import torch, ortlab
@@ -34,10 +31,7 @@ UNCHECKED = (
 
 def said(before: str = "") -> list[str]:
     """Return ortlab's lines on stderr from a program that begins with `before`."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     done = subprocess.run(
         [sys.executable, "-c", before + SCRIPT], capture_output=True, text=True, check=False
     )

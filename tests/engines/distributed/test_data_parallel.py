@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.engines import compatibility
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.distributed import steppers
 from ortlab.engines.distributed.batch_split import share_of, weights_of
 from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
+from tests.support.needed_engines import needs
 from tests.support.several import TOLERANCE, Found, check_parity, of, run
 
 
@@ -56,10 +56,7 @@ def test_a_group_is_a_part_of_all_ranks(four: Found) -> None:
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "sgd"), (1, "adamw")])
 def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     check_parity(of(two, f"parity ortmodule {stage} {optimizer}"), "ortmodule")
 
 

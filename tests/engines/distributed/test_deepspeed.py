@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ortlab.engines import compatibility
-from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
+from tests.support.needed_engines import needs
 from tests.support.several import TOLERANCE, Found, check_parity, of, run
 
 STAGES = ("1", "2", "3")
@@ -38,10 +37,7 @@ def test_fifty_steps_are_those_of_one_process(two: Found, stage: int, optimizer:
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "sgd"), (2, "adamw")])
 def test_fifty_steps_in_ort(two: Found, stage: int, optimizer: str) -> None:
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     check_parity(of(two, f"parity ortmodule {stage} {optimizer}"), "ortmodule")
 
 

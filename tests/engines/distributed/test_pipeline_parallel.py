@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from ortlab.engines import compatibility
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.distributed import pipeline_stages
-from ortlab.engines.registry import engine, refusal
+from ortlab.engines.registry import refusal
 from ortlab.settings import FinetuneSettings
+from tests.support.needed_engines import needs
 from tests.support.several import TOLERANCE, Found, of, run
 
 pytestmark = pytest.mark.skipif(
@@ -45,10 +45,7 @@ def _check_parity(found: list[Any]) -> None:
 def test_fifty_steps_are_those_of_one_process(two: Found, case: str) -> None:
     """Losses, norms, states and evaluation match; then the user's model is whole and trained."""
     if case == "ortmodule":
-        try:
-            engine("ortmodule")
-        except EngineUnavailable as error:
-            pytest.skip(str(error))
+        needs("ortmodule")
     _check_parity(of(two, case))
 
 

@@ -17,23 +17,20 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ortlab.engines.base import EngineUnavailable, Report, progress
+from ortlab.engines.base import Report, progress
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
-from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support import tiny
+from tests.support.needed_engines import needs
 from tests.zoo import specs
 
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     return OrtModuleEngine()
 
 

@@ -22,21 +22,17 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.compat import extensions, interop
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
+from tests.support.needed_engines import needs
 
 
 @pytest.fixture
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     return OrtModuleEngine()
 
 

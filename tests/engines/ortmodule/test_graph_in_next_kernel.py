@@ -18,12 +18,11 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import export, graph_cache
 from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
-from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
+from tests.support.needed_engines import needs
 
 FROM_CACHE = "graph from the cache (saved "
 
@@ -31,10 +30,7 @@ FROM_CACHE = "graph from the cache (saved "
 @pytest.fixture
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     return OrtModuleEngine()
 
 

@@ -24,15 +24,15 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
-from ortlab.engines.registry import engine, refusal
+from ortlab.engines.registry import refusal
 from ortlab.settings import EngineSettings, FinetuneSettings
+from tests.support.needed_engines import needs
 
 BATCH = (torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), torch.tensor([0, 2]))
 
@@ -58,10 +58,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _needs_ort() -> None:
     """Skip with the reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from ortlab.api import zero_plan
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.registry import engine
 from ortlab.engines.torch import lamb
 from ortlab.graph.lifetimes import STATE
 from ortlab.settings import OPTIMIZERS, FinetuneSettings
+from tests.support.needed_engines import needs
 
 LR, DECAY = 0.02, 0.1
 TOLERANCE = 1e-5
@@ -124,10 +124,7 @@ def test_fifty_steps_are_those_of_the_paper() -> None:
 
 @pytest.mark.parametrize("name", ["compile", "ortmodule"])
 def test_every_engine_has_it(name: str) -> None:
-    try:
-        engine(name)
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs(name)
     one, other = stepper_for(Net()), stepper_for(Net(), name)
     for batch in data(10):
         expected, found = one.step([batch], lr=LR).loss, other.step([batch], lr=LR).loss

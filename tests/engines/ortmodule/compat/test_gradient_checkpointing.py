@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX
 from ortlab.engines.ortmodule.self_check import SelfCheckFailed
-from ortlab.engines.registry import engine
 from ortlab.settings import EngineSettings
+from tests.support.needed_engines import needs
 
 RECOMPUTES = "gradient checkpointing: replaced by ORT's recomputation"
 
@@ -27,10 +26,7 @@ RECOMPUTES = "gradient checkpointing: replaced by ORT's recomputation"
 @pytest.fixture
 def ort() -> OrtModuleEngine:
     """Return the engine; skip with its reason where ORT cannot run."""
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    needs("ortmodule")
     return OrtModuleEngine()
 
 

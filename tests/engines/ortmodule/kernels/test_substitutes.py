@@ -249,7 +249,7 @@ def test_a_default_type_of_torch_does_not_matter(ops: Any) -> None:
 
 
 def test_autocast_around_a_step_leaves_fp32_alone(ops: Any) -> None:
-    """Where forward turns autocast off, broadcast matrix products also stay in float32."""
+    """Broadcast matrix products also stay in float32 if forward turns autocast off."""
 
     class Whole(nn.Module):
         def __init__(self) -> None:
