@@ -450,7 +450,7 @@ def resume(
 
 
 @brief
-@takes([*RaceSettings.declarations().values(), *RaceSettings.besides().values()])
+@takes(RaceSettings.accepted().values())
 def race(
     model: nn.Module,
     data: Iterable[Any],
@@ -491,7 +491,7 @@ def race(
 
 
 @brief
-@takes([*TuneSettings.declarations().values(), *TuneSettings.besides().values()])
+@takes(TuneSettings.accepted().values())
 def tune(
     model: nn.Module,
     data: Iterable[Any],

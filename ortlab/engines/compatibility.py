@@ -368,7 +368,7 @@ def group_conflict(settings: FinetuneSettings, size: int, *, is_world: bool) -> 
             "tensor_parallel and pipeline_stages need all ranks, not a part of them; leave `group` "
             "out"
         )
-    own = needs_deepspeed(settings.parallel)
+    own = needs_deepspeed(parallel)
     if own is None or deepspeed_serves(settings, is_world=is_world):
         return None
     reason = deepspeed_conflict(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from ortlab.engines import compatibility
 from ortlab.engines.base import Cost, Engine, EngineUnavailable
@@ -24,7 +24,7 @@ _BEST: Final = "ortmodule"
 Chosen = EngineSettings | FinetuneSettings
 """Settings of a wrapped model or of a run."""
 
-S = TypeVar("S", EngineSettings, FinetuneSettings)
+S = TypeVar("S", bound=Chosen)
 
 
 def engine(name: str) -> Engine:
@@ -60,7 +60,6 @@ def _engine(name: str) -> Engine:
         "ortmodule": ortmodule.OrtModuleEngine(),
         "ort_fused": fused_engine.FusedEngine(),
     }
-    name = SAME_ENGINE.get(name, name)
     if name not in engines:
         raise ValueError(
             f"engine={name!r}: {unknown_name(name, (AUTO, *engines), accepted=SAME_ENGINE)}"
@@ -83,18 +82,28 @@ def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
         The settings with the name of the engine that runs, and the reason of the choice; "" if
         the settings name an engine.
     """
-    model = settings if isinstance(settings, EngineSettings) else settings.model
-    if model.engine != AUTO:
+    if _of_model(settings).engine != AUTO:
         return settings, ""
-    in_ort = settings.replace(engine=_BEST)
-    reason = missing or refusal(in_ort)
+    chosen, why, _ = _auto(settings, missing)
+    return chosen, why
+
+
+def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
+    """Return what `resolved` returns for "auto", and what `refusal` returns for it."""
+    in_ort = cast(S, settings.replace(engine=_BEST))
+    reason = missing or _refusal(in_ort)
     if reason is None:
-        return in_ort, f"engine auto: {_BEST} runs here with these settings"
-    in_torch = settings.replace(engine=REFERENCE[0])
+        return in_ort, f"engine auto: {_BEST} runs here with these settings", None
+    model, in_torch = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
     own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
-    if _is_for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or refusal(in_torch):
-        return in_ort, reason
-    return in_torch, f"engine auto: {REFERENCE[0]}, because {_BEST} cannot run: {reason}"
+    if _is_for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
+        return in_ort, reason, reason
+    why = f"engine auto: {REFERENCE[0]}, because {_BEST} cannot run: {reason}"
+    return in_torch, why, None
+
+
+def _of_model(settings: Chosen) -> EngineSettings:
+    return settings if isinstance(settings, EngineSettings) else settings.model
 
 
 def _is_for_ort(model: EngineSettings) -> bool:
@@ -106,9 +115,7 @@ def _is_for_ort(model: EngineSettings) -> bool:
 
 def _model(settings: Chosen) -> EngineSettings:
     """Return the settings of the model, with the name of an engine."""
-    if isinstance(settings, EngineSettings):
-        return resolved(settings)[0]
-    return resolved(settings)[0].model
+    return _of_model(resolved(settings)[0])
 
 
 def refusal(settings: Chosen) -> str | None:
@@ -120,20 +127,19 @@ def refusal(settings: Chosen) -> str | None:
     Returns:
         The reason and what to do about it, or None if the settings can run.
     """
-    if isinstance(settings, EngineSettings):
-        return _refusal(resolved(settings)[0], ParallelSettings())
-    settings, _ = resolved(settings)
-    workers = settings.parallel.workers
-    reason = _refusal(settings.model, settings.parallel)
-    if reason is not None or workers == 1:
-        return reason
-    return compatibility.ranks_conflict(settings, workers)
+    return _auto(settings)[2] if _of_model(settings).engine == AUTO else _refusal(settings)
 
 
-def _refusal(model: EngineSettings, parallel: ParallelSettings) -> str | None:
+def _refusal(settings: Chosen) -> str | None:
+    """Return `refusal` of settings that name an engine."""
+    run = settings if isinstance(settings, FinetuneSettings) else None
+    model, parallel = _of_model(settings), ParallelSettings() if run is None else run.parallel
     found = _engine(model.engine)
     reason = compatibility.engine_conflict(found.name, found.capabilities, model, parallel)
-    return reason or found.refuses(model, parallel.device)
+    reason = reason or found.refuses(model, parallel.device)
+    if reason is not None or run is None or parallel.workers == 1:
+        return reason
+    return compatibility.ranks_conflict(run, parallel.workers)
 
 
 def ignored(settings: Chosen, name: str) -> str | None:

@@ -213,12 +213,15 @@ class WrappedModels:
         self._entries.append(entry)
         return entry
 
-    def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, settings: EngineSettings, *, missing: str | None = None
+    ) -> nn.Module:
         """Wrap a model.
 
         Args:
             model: The model.
             settings: Engine and its options.
+            missing: Why "auto" cannot be an ORT engine, if that is known already.
 
         Returns:
             The wrapper.
@@ -229,7 +232,7 @@ class WrappedModels:
         reason = self.unfit(check_model("the argument", model))
         if reason is not None:
             raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
-        ((_, wrapper),) = self._wrap([_Group(model, [])], settings)
+        ((_, wrapper),) = self._wrap([_Group(model, [])], settings, missing)
         return wrapper
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -427,12 +430,12 @@ class WrappedModels:
         return base.unfit(model)
 
     def _wrap(
-        self, groups: Sequence[_Group], settings: EngineSettings
+        self, groups: Sequence[_Group], settings: EngineSettings, missing: str | None = None
     ) -> list[tuple[WrappedEntry, nn.Module]]:
         """Wrap all of `groups`; if one of them fails, nothing is recorded."""
         if not groups:
             return []
-        chosen, choice = resolved(settings)
+        chosen, choice = resolved(settings, missing=missing)
         try:
             return self._wrap_in(groups, chosen, choice)
         except EngineUnavailable as error:  # only its import shows that an installed ORT is broken

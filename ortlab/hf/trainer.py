@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import transformers
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
+from ortlab.engines import compatibility
 from ortlab.engines.registry import resolved
 from ortlab.hf import zero
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.session import session
-from ortlab.settings import AUTO, EngineSettings
+from ortlab.settings import EngineSettings
 from ortlab.utils.interrupts import until
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
 
     from ortlab.hf.following import TrainerRun
+
+_COMPILED: Final = (
+    "torch_compile=True and engine='ortmodule' both replace forward; remove one of them"
+)
 
 
 class Trainer(transformers.Trainer):
@@ -68,13 +73,15 @@ class Trainer(transformers.Trainer):
         self._stage = zero.check_stage(keywords.pop("zero_stage", 0))
         self._is_count_checked = False
         self._asked = EngineSettings.of(given)
-        if self._asked.engine == AUTO and (self._stage == 3 or (args and args.torch_compile)):
-            self._asked = self._asked.replace(engine="eager")  # ORTModule supports neither
-        self._settings, _ = resolved(self._asked)
-        if self._settings.engine == "ortmodule" and args is not None and args.torch_compile:
-            raise ValueError(
-                "torch_compile=True and engine='ortmodule' both replace forward; remove one of them"
-            )
+        compiled = _COMPILED if args is not None and args.torch_compile else None
+        in_ort = self._asked.replace(engine="ortmodule")
+        conflict = compatibility.trainer_conflict(self._stage, in_ort) if self._stage else None
+        self._missing = compiled or conflict
+        self._settings, _ = resolved(self._asked, missing=self._missing)
+        entry = None if model is None else session.wrapped.entry(model)
+        own = self._settings if entry is None else entry.settings
+        if own.engine == "ortmodule" and compiled is not None:
+            raise ValueError(compiled)
         if args is not None and args.fp16 and args.device.type == "cpu":
             raise ValueError(
                 f"fp16=True: {FP16_ON_CPU}; choose bf16=True, or remove it for float32"
@@ -85,8 +92,6 @@ class Trainer(transformers.Trainer):
                 "give TrainingArguments bf16=True or fp16=True"
             )
         if self._stage:
-            entry = None if model is None else session.wrapped.entry(model)
-            own = self._settings if entry is None else entry.settings
             args = zero.arguments(self._stage, args, own)
         if model is not None:
             model = self._wrapped(model, given)
@@ -218,7 +223,7 @@ class Trainer(transformers.Trainer):
     def _wrapped(self, model: nn.Module, given: dict[str, Any]) -> nn.Module:
         entry = session.wrapped.entry(model)
         if entry is None:
-            return session.wrapped.wrap(model, self._asked)
+            return session.wrapped.wrap(model, self._asked, missing=self._missing)
         if given:
             raise ValueError(
                 f"the model is already wrapped (engine {entry.settings.engine!r}); pass "

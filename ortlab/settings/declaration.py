@@ -239,6 +239,15 @@ def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - a
     return dataclasses.field(default_factory=lambda: _STANDING, metadata=metadata)
 
 
+def aliases(declared: Iterable[Declaration]) -> dict[str, str]:
+    """Return the other names of settings: alias -> name.
+
+    Args:
+        declared: The settings.
+    """
+    return {each.alias: each.name for each in declared if each.alias}
+
+
 def unknown_setting(name: str, known: Mapping[str, Declaration]) -> str:
     """Return the message about a setting that does not exist.
 
@@ -246,8 +255,8 @@ def unknown_setting(name: str, known: Mapping[str, Declaration]) -> str:
         name: The unknown name.
         known: All settings by name.
     """
-    aliases = {each.alias: each.name for each in known.values() if each.alias}
-    return f"unknown setting {name!r}: {unknown_name(name, known, accepted=aliases)}"
+    accepted = aliases(known.values())
+    return f"unknown setting {name!r}: {unknown_name(name, known, accepted=accepted)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +304,7 @@ class Settings:
         Raises:
             ValueError: If a setting is given under both of its names.
         """
-        names = {each.alias: name for name, each in cls.declarations().items() if each.alias}
+        names = aliases(cls.declarations().values())
         found: dict[str, Any] = {}
         for given, value in values.items():
             name = names.get(given, given)
@@ -360,7 +369,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the fields of a class of settings are.
+    """Fields of a class of settings, flat and by topic.
 
     Attributes:
         settings: Own settings by name.

@@ -108,6 +108,11 @@ class SearchSettings(Settings):
         return {name: declared[name] for name in declared if name not in cls.without}
 
     @classmethod
+    def accepted(cls) -> dict[str, Declaration]:
+        """Return all settings that such a search takes: its own, and those of `besides`."""
+        return {**cls.declarations(), **cls.besides()}
+
+    @classmethod
     def apart(cls, given: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
         """Split keyword arguments into these settings and those that all set-ups share.
 
@@ -122,7 +127,7 @@ class SearchSettings(Settings):
         """
         own = cls.declarations()
         given = FinetuneSettings.canonical(given)
-        known = {**own, **cls.besides()}
+        known = cls.accepted()
         for name in given:
             if name not in known:
                 raise ValueError(unknown_setting(name, known))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ortlab.settings.choices import SAME_ENGINE
+from ortlab.settings.declaration import aliases
 from ortlab.settings.training import FinetuneSettings
 
 _FORMER: Final = "lr"
@@ -22,8 +23,7 @@ def current(values: Mapping[str, Any]) -> dict[str, Any]:
         The settings with current names, and the engine by its current name. Names that no setting
         has are kept.
     """
-    declared = FinetuneSettings.declarations().values()
-    names = {each.alias: each.name for each in declared if each.alias}
+    names = aliases(FinetuneSettings.declarations().values())
     found = {names.get(name, name): value for name, value in values.items()}
     if "engine" in found:
         found["engine"] = current_engine(found["engine"], values)

@@ -98,12 +98,10 @@ def check_schedule(total: int | None, optim: OptimSettings) -> None:
         ValueError: If the warmup is as long as the run or longer, or a fraction of a run of
             unknown length.
     """
+    rising = warmup(total, optim)
     # A fraction of a short run may round up to the whole run, which only delays the peak.
-    if total is not None and optim.warmup_steps >= max(total, 1):
-        raise ValueError(
-            f"warmup_steps={optim.warmup_steps:g} must be less than the run's {total} steps"
-        )
-    warmup(total, optim)
+    if total is not None and optim.warmup_steps >= 1 and rising >= total:
+        raise ValueError(f"warmup_steps={rising} must be less than the run's {total} steps")
     if total is None and optim.lr_scheduler_type != "constant":
         warnings.warn(
             f"lr_scheduler_type={optim.lr_scheduler_type!r} has no effect on data of unknown "

@@ -12,9 +12,10 @@ import ortlab
 from ortlab.engines import registry
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.registry import engine, refusal, resolved
+from ortlab.engines.registry import refusal, resolved
 from ortlab.session import session
 from ortlab.settings import EngineSettings, FinetuneSettings
+from tests.support.needed_engines import needs
 
 MISSING = "onnxruntime-training is not installed"
 
@@ -27,10 +28,8 @@ def no_ort(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_ort() -> None:
-    try:
-        engine("ortmodule")
-    except EngineUnavailable as error:
-        pytest.skip(str(error))
+    """Skip the test where ORTModule cannot run."""
+    needs("ortmodule")
 
 
 def chosen(**values: Any) -> tuple[str, str]:

@@ -365,7 +365,13 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     compiled = arguments(tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match="both replace forward"):
         hf.Trainer(bert(), compiled, engine="ortmodule")
-    assert not is_wrapped(hf.Trainer(bert(), compiled).model), "engine auto leaves it to torch"
+    with pytest.raises(ValueError, match="both replace forward"):
+        hf.Trainer(ortlab.wrap(bert()), compiled)
+    model = hf.Trainer(bert(), compiled).model
+    assert not is_wrapped(model), "engine auto leaves it to torch"
+    entry = session.wrapped.entry(model)
+    assert entry is not None
+    assert "torch_compile=True" in entry.choice, "and says why"
     with pytest.raises(ValueError, match="did you mean 'eager'"):
         hf.Trainer(bert(), args, engine="eagr")
 

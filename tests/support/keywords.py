@@ -36,29 +36,20 @@ from typing import Literal, TypedDict
 '''
 
 
-def all_of(kind: type[RaceSettings] | type[TuneSettings]) -> list[Declaration]:
-    """Return the settings of a search, and those of a run that its set-ups share."""
-    return [*kind.declarations().values(), *kind.besides().values()]
+def plain(declared: Mapping[str, Declaration]) -> list[Declaration]:
+    """Return the settings that a function takes as ``**settings``; its loss is an argument."""
+    return [each for name, each in declared.items() if name != "loss"]
 
 
 CLASSES: Mapping[str, tuple[str, Iterable[Declaration]]] = {
-    "EngineKeywords": ("ortlab.wrap", EngineSettings.declarations().values()),
-    "FinetuneKeywords": (
-        "ortlab.finetune",
-        [each for name, each in FinetuneSettings.declarations().items() if name != "loss"],
-    ),
-    "RaceKeywords": (
-        "ortlab.race",
-        [each for each in all_of(RaceSettings) if each.name != "loss"],
-    ),
-    "TuneKeywords": (
-        "ortlab.tune",
-        [each for each in all_of(TuneSettings) if each.name != "loss"],
-    ),
-    "ExportKeywords": ("ortlab.export", ExportSettings.declarations().values()),
-    "HistoryKeywords": ("ortlab.list_runs", HistorySettings.declarations().values()),
-    "ProfileKeywords": ("ortlab.profile", ProfileSettings.declarations().values()),
-    "FleetKeywords": ("ortlab.zero_plan", FleetSettings.declarations().values()),
+    "EngineKeywords": ("ortlab.wrap", plain(EngineSettings.declarations())),
+    "FinetuneKeywords": ("ortlab.finetune", plain(FinetuneSettings.declarations())),
+    "RaceKeywords": ("ortlab.race", plain(RaceSettings.accepted())),
+    "TuneKeywords": ("ortlab.tune", plain(TuneSettings.accepted())),
+    "ExportKeywords": ("ortlab.export", plain(ExportSettings.declarations())),
+    "HistoryKeywords": ("ortlab.list_runs", plain(HistorySettings.declarations())),
+    "ProfileKeywords": ("ortlab.profile", plain(ProfileSettings.declarations())),
+    "FleetKeywords": ("ortlab.zero_plan", plain(FleetSettings.declarations())),
 }
 """Name of the class -> the function that takes the settings, and the settings."""
 

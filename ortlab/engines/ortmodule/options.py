@@ -91,10 +91,8 @@ def ask_for_an_export(settings: EngineSettings) -> bool:
     Args:
         settings: Settings of the engine.
     """
-    return (
-        settings.ortmodule.save_onnx is not None
-        or _PYTHON_LEVELS[settings.ortmodule.log_level] < logging.WARNING
-    )
+    own = settings.ortmodule
+    return own.save_onnx is not None or _PYTHON_LEVELS[own.log_level] < logging.WARNING
 
 
 def changed(before: EngineSettings, after: EngineSettings) -> str:
@@ -130,6 +128,7 @@ def check(settings: EngineSettings, device: str = "auto") -> None:
     Raises:
         ValueError: If an option cannot work; the message names it and the reason.
     """
+    own = settings.ortmodule
     _check_precision(settings, device)
     gpu = torch.cuda.is_available()
     declared = EngineSettings.declarations()
@@ -150,20 +149,18 @@ def check(settings: EngineSettings, device: str = "auto") -> None:
         if os.environ.get(variable, off) != off:
             raise ValueError(f"{variable} cannot be on: {why}; unset it")
     idle = [f"{variable}: {why}" for variable, why in UNUSED.items() if variable in os.environ]
-    if not gpu and settings.ortmodule.conv_algo_search != "heuristic":
+    if not gpu and own.conv_algo_search != "heuristic":
         idle.append(f"{_said(settings, 'conv_algo_search')}: it is for CUDA devices")
-    if settings.ortmodule.tuning_ms and not settings.ortmodule.tuning:
+    if own.tuning_ms and not own.tuning:
         idle.append(f"{_said(settings, 'tuning_ms')}: tuning is off")
     if idle:
         warnings.warn(f"without effect on engine 'ortmodule': {'; '.join(idle)}", stacklevel=2)
-    if settings.ortmodule.save_onnx is not None:
-        _saved_to(settings.ortmodule.save_onnx)
-    if settings.ortmodule.memory_plans is not None:
-        _plans(settings.ortmodule.memory_plans)
+    if own.save_onnx is not None:
+        _saved_to(own.save_onnx)
+    if own.memory_plans is not None:
+        _plans(own.memory_plans)
     recomputed(settings)
-    if settings.ortmodule.tuning_results is not None and not os.path.isdir(
-        settings.ortmodule.tuning_results
-    ):
+    if own.tuning_results is not None and not os.path.isdir(own.tuning_results):
         raise ValueError(f"{_said(settings, 'tuning_results')} is not a folder; create it first")
 
 
@@ -196,9 +193,8 @@ def recomputes(settings: EngineSettings) -> bool:
     Args:
         settings: Settings of the engine.
     """
-    return bool(
-        settings.ortmodule.memory_level or settings.ortmodule.memory_plans or ort_plans(settings)
-    )
+    own = settings.ortmodule
+    return bool(own.memory_level or own.memory_plans or ort_plans(settings))
 
 
 def recomputed(settings: EngineSettings) -> tuple[str, ...]:
@@ -302,13 +298,14 @@ def debug_options(settings: EngineSettings) -> Any:
     Args:
         settings: Settings of the engine.
     """
+    own = settings.ortmodule
     ort = compat.ortmodule()
-    level = ort.LogLevel[settings.ortmodule.log_level.upper()]
+    level = ort.LogLevel[own.log_level.upper()]
     debug = ort.DebugOptions(log_level=level)
     debug.logging._log_level = level
-    if settings.ortmodule.save_onnx is not None:
+    if own.save_onnx is not None:
         saved = debug.save_onnx_models
-        saved._path, saved._name_prefix = _saved_to(settings.ortmodule.save_onnx)
+        saved._path, saved._name_prefix = _saved_to(own.save_onnx)
         saved._save = True
     return debug
 
@@ -322,10 +319,11 @@ def apply(ort_module: nn.Module, settings: EngineSettings) -> None:
         ort_module: An ORTModule.
         settings: Settings of the engine.
     """
-    compat.use_opset(settings.ortmodule.opset)
-    if settings.ortmodule.triton:
+    own = settings.ortmodule
+    compat.use_opset(own.opset)
+    if own.triton:
         compat.use_triton()
-    ort_module.__dict__["_logger"] = _logger(settings.ortmodule.log_level)
+    ort_module.__dict__["_logger"] = _logger(own.log_level)
     debug = debug_options(settings)
     model: Any = ort_module._torch_module
     for training in (True, False):
@@ -354,19 +352,18 @@ def share(given: Any, taking: Any, *, save: bool = True) -> None:
 
 
 def _set(manager: Any, settings: EngineSettings) -> None:
+    own = settings.ortmodule
     options = manager._runtime_options
-    options.onnx_opset_version = settings.ortmodule.opset
-    options.run_symbolic_shape_infer = settings.ortmodule.shape_inference
-    options.deepcopy_before_model_export = settings.ortmodule.copy_for_export
-    options.enable_compute_optimizer = settings.ortmodule.compute_optimizer
+    options.onnx_opset_version = own.opset
+    options.run_symbolic_shape_infer = own.shape_inference
+    options.deepcopy_before_model_export = own.copy_for_export
+    options.enable_compute_optimizer = own.compute_optimizer
     strategies = type(options.propagate_cast_ops_strategy).__members__
-    options.propagate_cast_ops_strategy = strategies[settings.ortmodule.cast_propagation.upper()]
-    options.propagate_cast_ops_level = settings.ortmodule.cast_level
-    options.propagate_cast_ops_allow = [
-        op.strip() for op in settings.ortmodule.cast_ops.split(",") if op
-    ]
-    options.use_memory_efficient_gradient = settings.ortmodule.memory_efficient_gradient
-    options.enable_cpu_mem_arena = settings.ortmodule.arena  # for `restoring.open_session`
+    options.propagate_cast_ops_strategy = strategies[own.cast_propagation.upper()]
+    options.propagate_cast_ops_level = own.cast_level
+    options.propagate_cast_ops_allow = [op.strip() for op in own.cast_ops.split(",") if op]
+    options.use_memory_efficient_gradient = own.memory_efficient_gradient
+    options.enable_cpu_mem_arena = own.arena  # for `restoring.open_session`
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
     options.spinning = without  # for ORT's idle threads; also read by `restoring.open_session`
@@ -374,26 +371,22 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.low_precision = settings.precision == "bf16"
     options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`
     options.attention = settings.attention
-    options.memory_optimization_level = type(options.memory_optimization_level)(
-        settings.ortmodule.memory_level
-    )
+    options.memory_optimization_level = type(options.memory_optimization_level)(own.memory_level)
     # The second number limits a recomputed part to one layer, which the levels require.
-    options.recompute_probe_config = "1:1" if settings.ortmodule.memory_level else "1:0"
-    file = settings.ortmodule.memory_plans or ""
+    options.recompute_probe_config = "1:1" if own.memory_level else "1:0"
+    file = own.memory_plans or ""
     if theirs := ort_plans(settings):
         file = _plans_in_a_file(theirs)
     options.memory_optimizer_config_file_path = file
-    options.print_memory_stat_by_step = settings.ortmodule.memory_stats
-    options.enable_custom_autograd_function = settings.ortmodule.custom_autograd
+    options.print_memory_stat_by_step = own.memory_stats
+    options.enable_custom_autograd_function = own.custom_autograd
     options.skip_check = _skip_checks(settings)
-    options.use_external_gpu_allocator = (
-        settings.ortmodule.external_allocator and manager._torch_alloc is not None
-    )
-    options.conv_algo_search = settings.ortmodule.conv_algo_search.upper()
-    options.enable_triton = settings.ortmodule.triton
-    options.enable_tuning = settings.ortmodule.tuning
-    options.max_tuning_duration_ms = settings.ortmodule.tuning_ms
-    options.tuning_results_path = settings.ortmodule.tuning_results or ""
+    options.use_external_gpu_allocator = own.external_allocator and manager._torch_alloc is not None
+    options.conv_algo_search = own.conv_algo_search.upper()
+    options.enable_triton = own.triton
+    options.enable_tuning = own.tuning
+    options.max_tuning_duration_ms = own.tuning_ms
+    options.tuning_results_path = own.tuning_results or ""
     # Off regardless of the environment, see UNUSED; `check` refuses the first two.
     options.enable_label_sparse_optimizer = options.enable_embedding_sparse_optimizer = False
     options.ortmodule_cache_dir = ""
@@ -436,9 +429,10 @@ def check_plans(manager: Any, settings: EngineSettings) -> None:
     Raises:
         UnknownPlan: If the graph has no such part; the message suggests the nearest one.
     """
+    own = settings.ortmodule
     chosen = ort_plans(settings)
-    if settings.ortmodule.memory_plans is not None:
-        chosen = tuple(_plans(settings.ortmodule.memory_plans))
+    if own.memory_plans is not None:
+        chosen = tuple(_plans(own.memory_plans))
     if not chosen:
         return
     memory = manager._runtime_inspector.memory_ob

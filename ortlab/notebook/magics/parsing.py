@@ -78,6 +78,11 @@ class Option:
         return tuple(f"--{name.replace('_', '-')}" for name in names)
 
     @property
+    def others(self) -> tuple[str, ...]:
+        """Other flags of the option: the short one and the former ones."""
+        return (self.short, *self.hidden) if self.short else self.hidden
+
+    @property
     def is_common(self) -> bool:
         """True if ``--help`` lists the option; ``--help-all`` lists all."""
         declaration = self.declaration
@@ -164,7 +169,7 @@ class Command:
             word: A word of the line.
         """
         options = self.options.values()
-        return next((o for o in options if word in (o.flag, o.short, *o.hidden)), None)
+        return next((each for each in options if word in (each.flag, *each.others)), None)
 
     @property
     def help(self) -> str:
@@ -237,12 +242,7 @@ class Command:
                 f"%ort {self.name} --help shows what it takes"
             )
         flags = (*self.options, HELP[0], HELP_ALL)
-        hidden = {
-            other: option.flag
-            for option in self.options.values()
-            for other in (option.short, *option.hidden)
-            if other
-        }
+        hidden = {other: each.flag for each in self.options.values() for other in each.others}
         lists = f"%ort {self.name} {HELP_ALL} lists them"
         found = unknown_name(flag.partition("=")[0], flags, accepted=hidden, lists=lists)
         raise UsageError(f"%ort {self.name} has no option {flag}: {found}")
