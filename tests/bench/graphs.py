@@ -23,7 +23,7 @@ ROUNDS, PROFILES, STEPS = 5, 3, 5
 
 
 def bert(layers: int) -> nn.Module:
-    """Return a BERT in engine ort, trained for one step."""
+    """Return a BERT in engine ortmodule, trained for one step."""
     config = BertConfig(
         hidden_size=WIDTH,
         num_hidden_layers=layers,

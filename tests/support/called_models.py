@@ -1,4 +1,4 @@
-"""BERT and GPT-2 in engine ort, called once, so that there are graphs to read."""
+"""BERT and GPT-2 in engine ortmodule, called once, so that there are graphs to read."""
 
 from __future__ import annotations
 

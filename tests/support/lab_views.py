@@ -17,7 +17,7 @@ model = ortlab.wrap(model.train(), engine="ortmodule", self_check=False)
 ids = torch.randint(0, 100, (2, 8))
 model(input_ids=ids, labels=torch.arange(2)).loss.backward()
 """
-"""A cell that calls BERT once in engine ort, so that its graphs can be shown."""
+"""A cell that calls BERT once in engine ortmodule, so that its graphs can be shown."""
 MODEL = """
 %load_ext ortlab
 import ortlab

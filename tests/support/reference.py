@@ -17,7 +17,7 @@ import ortlab
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    "hf": "Hugging Face's Trainer in engine ort",
+    "hf": "Hugging Face's Trainer in ortlab's engines",
     "data": "data that is on every machine",
     "squad": "questions and answers in SQuAD's form",
     "optim": "the optimizers and schedules of ORT's first training API",

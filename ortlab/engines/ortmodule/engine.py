@@ -1,7 +1,7 @@
-"""The engine ``ort``: forward and backward pass of a module in ONNX Runtime, through ORTModule.
+"""The engine ``ortmodule``: forward and backward pass of a module in ONNX Runtime.
 
-It adds checks that ORTModule lacks: which exported graph fits a call, whether the graph computes
-the same as eager torch, and what happens if ORT cannot run the model.
+It adds the checks that ORTModule lacks: which exported graph fits a call, whether the graph
+computes the same as eager torch, and what happens if ORT cannot run the model.
 """
 
 from __future__ import annotations

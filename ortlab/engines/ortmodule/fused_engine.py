@@ -1,7 +1,7 @@
-"""The engine ``offload``: forward, backward and optimizer in one ORT graph, one call per step.
+"""The engine ``ort_fused``: forward, backward and optimizer in one ORT graph, one call per step.
 
-ORTTrainer of 2020 trained in this way. The engine extends the checked graph of the engine ``ort``
-and shares everything else with it. Evaluation runs in torch, on the same weights.
+ORTTrainer of 2020 trained in this way. The engine extends the checked graph of the engine
+``ortmodule`` and shares everything else with it. Evaluation runs in torch, on the same weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One training step in ORT: a single call for forward, backward and optimizer.
 
-The engine ``ort`` exports the graph and checks it against eager torch; the graph of its session is
-joined with the optimizer's nodes (`kernels.whole_step`). Weights and moments stay in torch's
-memory, in which ORT works without a copy.
+The engine ``ortmodule`` exports the graph and checks it against eager torch; the graph of its
+session is joined with the optimizer's nodes (`kernels.whole_step`). Weights and moments stay in
+torch's memory, in which ORT works without a copy.
 """
 
 from __future__ import annotations
