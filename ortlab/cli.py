@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         description=f"{about.capitalize()}; the exit status is 1 when ORTModule cannot run.",
     )
     doctor.add_argument(
-        "--build", action="store_true", help="build ORT's torch extension first, if it is missing"
+        "--build", action="store_true", help="first build the C++ extensions that are missing"
     )
     about = "show how many exported graphs are cached, and where"
     cache = commands.add_parser("cache", help=about, description=f"{about.capitalize()}.")

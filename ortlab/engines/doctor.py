@@ -52,7 +52,7 @@ def can_run(findings: Sequence[Finding]) -> bool:
 
 
 def build(progress: Callable[[str], None]) -> str | None:
-    """Compile the extensions that the engines need on this machine.
+    """Compile the extensions that the engines use on this machine.
 
     Does nothing if ORTModule cannot run at all; `checks` reports the reason.
 
@@ -60,11 +60,12 @@ def build(progress: Callable[[str], None]) -> str | None:
         progress: Called with lines that describe the progress.
 
     Returns:
-        The reason for a failure, or None on success.
+        Why a required extension could not be built, or None on success.
     """
     if requirements.obstacle() is None:
         try:
-            extensions.build(progress)
+            for title, reason in extensions.build(progress, again=True).items():
+                progress(f"{title} is not built: {reason}")
         except OrtUnavailable as error:
             return str(error)
     return None

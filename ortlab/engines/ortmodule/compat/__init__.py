@@ -5,7 +5,6 @@ Importing this package imports neither and changes nothing; the first call of `o
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,10 +117,8 @@ def _load(on_progress: Progress | None) -> TrainingRuntime:
 def _patched(on_progress: Progress | None) -> TrainingRuntime:
     from ortlab.engines.ortmodule.compat import patches  # heavy: torch
 
-    loaded = extensions.load(on_progress)
-    with contextlib.suppress(OrtUnavailable):  # `native` then falls back to Python
-        extensions.load_native(on_progress)
-    patches.apply(loaded)
+    extensions.build(on_progress)  # all of them here, so that no export waits for a compiler
+    patches.apply(extensions.load())
     if patches.installed().cuda:
         extensions.preload_cuda()
 

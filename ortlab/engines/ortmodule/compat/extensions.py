@@ -3,9 +3,8 @@
 ORT ships them as source. Each is one C++ file whose only purpose is to return the addresses of
 functions, so the file is compiled unchanged against a small replacement of ``torch/torch.h``. This
 needs neither pybind11 nor Python's headers, works for every Python version, and takes 10 s instead
-of the 40 s of the build that ORT documents. The extension for torch.autograd.Function is our own
-(`interop.cc`): it needs Python's headers, takes a second, and is built when such a Function is
-first exported.
+of the 40 s of the build that ORT documents. ortlab has extensions of its own beside them, which
+make training faster or let more models train; ORTModule works without them.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ class Extension:
 
     Attributes:
         name: Name of the extension.
+        purpose: What it does, as a few words after its name.
         source: Path below ORT's torch_cpp_extensions folder, or an absolute path.
         headers: Headers that replace torch's umbrella headers.
         functions: Functions that return addresses.
@@ -65,6 +65,7 @@ class Extension:
     """
 
     name: str
+    purpose: str
     source: str
     headers: tuple[str, ...]
     functions: tuple[str, ...]
@@ -74,6 +75,12 @@ class Extension:
     python: bool = False
     seconds: int = 10
     flags: tuple[str, ...] = ("-O2",)
+
+    @property
+    def title(self) -> str:
+        """Name of the extension for users, with its owner."""
+        owner = "ortlab's" if Path(self.source).is_absolute() else "ORT's"
+        return f"{owner} {self.name.removeprefix('ortlab_')}"
 
     def code(self) -> str:
         """Return the C++ code to compile: the source and exported names for its functions."""
@@ -104,6 +111,7 @@ class Extension:
 
 ATEN = Extension(
     name="aten_op_executor",
+    purpose="torch's operators in ORT",
     source="cpu/aten_op_executor/aten_op_executor.cc",
     headers=("torch/version.h", "torch/csrc/jit/runtime/operator.h", "ATen/ScalarOps.h"),
     functions=("is_tensor_argument_address", "execute_aten_operator_address"),
@@ -112,6 +120,7 @@ ATEN = Extension(
 )
 GPU_ALLOCATOR = Extension(
     name="torch_gpu_allocator",
+    purpose="torch's GPU memory in ORT",
     source="cuda/torch_gpu_allocator/torch_gpu_allocator.cc",
     headers=(),
     functions=(
@@ -130,6 +139,7 @@ GPU_ALLOCATOR = Extension(
 
 INTEROP = Extension(
     name="torch_interop_utils",
+    purpose="autograd functions in ORT",
     source=str(Path(__file__).with_name("interop.cc")),
     headers=(),
     functions=("runner",),
@@ -140,6 +150,7 @@ INTEROP = Extension(
 )
 NATIVE = Extension(
     name="ortlab_native",
+    purpose="the work on each parameter in a step",
     source=str(Path(__file__).with_name("native.cc")),
     headers=(),
     functions=("record_address", "layout_address", "edits_address", "versions_address"),
@@ -151,6 +162,7 @@ NATIVE = Extension(
 """Per-parameter work of each step, see `ortlab.engines.ortmodule.compat.native`."""
 KERNELS = Extension(
     name="ortlab_kernels",
+    purpose="faster kernels for the CPU",
     source=str(Path(__file__).parents[1] / "kernels" / "kernels.cc"),
     headers=(),
     functions=("trim_address",),
@@ -161,6 +173,8 @@ KERNELS = Extension(
     flags=("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"),
 )
 """ortlab's own kernels, see `ortlab.engines.ortmodule.kernels`."""
+OPTIONAL = (KERNELS, NATIVE, INTEROP)
+"""Extensions that ORTModule can do without."""
 
 
 @functools.cache
@@ -188,10 +202,9 @@ def compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
-def wanted() -> tuple[Extension, ...]:
-    """Return the extensions that the installed torch can use on this machine."""
-    gpu = _cuda_build() and Path("/proc/driver/nvidia/version").exists()
-    return (ATEN, GPU_ALLOCATOR) if gpu else (ATEN,)
+def missing() -> list[Extension]:
+    """Return the extensions of this machine that are not built. Imports nothing."""
+    return [each for each in (ATEN, *_gpu(), *OPTIONAL) if not each.path().exists()]
 
 
 def built() -> bool:
@@ -199,97 +212,89 @@ def built() -> bool:
     return ATEN.path().exists()
 
 
-def build(on_progress: Progress | None = None) -> list[Path]:
+def build(on_progress: Progress | None = None, *, again: bool = False) -> dict[str, str]:
     """Build the extensions that are missing in the cache.
 
-    Safe to call in several processes at once. Torch's GPU allocator is optional: it is skipped if
-    its build has failed before because CUDA's headers are missing.
+    Safe to call in several processes at once.
 
     Args:
         on_progress: Called with a line of text before and after each build.
+        again: Also build optional extensions that the compiler has failed to build before.
 
     Returns:
-        The paths of the libraries.
+        Why optional extensions could not be built, by title.
 
     Raises:
         OrtUnavailable: If a required extension cannot be built.
     """
-    paths = [_build(ATEN, on_progress)]
-    if GPU_ALLOCATOR in wanted() and not _log(GPU_ALLOCATOR).exists():
-        with contextlib.suppress(OrtUnavailable):
-            paths.append(_build(GPU_ALLOCATOR, on_progress))
-    return paths
+    _build(ATEN, on_progress)
+    failed = {}
+    for extension in (*_gpu(), *OPTIONAL):
+        if not again and (log := _log(extension)).exists():
+            failed[extension.title] = f"the compiler has failed before: {log}"
+            continue
+        try:
+            _build(extension, on_progress)
+        except OrtUnavailable as error:
+            failed[extension.title] = str(error)
+    return failed
 
 
-def load(on_progress: Progress | None = None) -> dict[str, dict[str, int]]:
-    """Build the missing extensions and load all of them.
+def load() -> dict[str, dict[str, int]]:
+    """Load the extensions that ORTModule uses itself; `build` builds them.
 
     Imports torch, whose libraries the extensions use.
-
-    Args:
-        on_progress: Called with a line of text before and after each build.
 
     Returns:
         The addresses: extension -> function -> address.
 
     Raises:
-        OrtUnavailable: If a required extension cannot be built or loaded.
+        OrtUnavailable: If the required extension cannot be built or loaded.
     """
     import torch  # noqa: F401 - loads the libraries that the extensions link to
 
-    loaded = {}
-    for extension, path in zip(wanted(), build(on_progress), strict=False):
-        loaded[extension.name] = _addresses(extension, path)
-    return loaded
+    there = [each for each in _gpu() if each.path().exists()]
+    return {each.name: _addresses(each) for each in (ATEN, *there)}
 
 
-def load_interop(on_progress: Progress | None = None) -> int:
-    """Build and load the extension that runs torch.autograd.Functions in ORT.
-
-    Args:
-        on_progress: Called with a line of text before and after the build.
+def load_interop() -> int:
+    """Load the extension that runs torch.autograd.Functions in ORT.
 
     Returns:
         The address of its function.
 
     Raises:
-        OrtUnavailable: If it cannot be built or loaded.
+        OrtUnavailable: If it is not built or cannot be loaded.
     """
-    return _addresses(INTEROP, _build(INTEROP, on_progress))["runner"]
+    return _addresses(INTEROP)["runner"]
 
 
-def load_native(on_progress: Progress | None = None) -> dict[str, int]:
-    """Build and load the extension that `compat.native` calls.
-
-    Args:
-        on_progress: Called with a line of text before and after the build.
+def load_native() -> dict[str, int]:
+    """Load the extension that `compat.native` calls.
 
     Returns:
         The addresses of its functions, by name.
 
     Raises:
-        OrtUnavailable: If it cannot be built or loaded.
+        OrtUnavailable: If it is not built or cannot be loaded.
     """
     import torch  # noqa: F401 - as for `load`
 
-    return _addresses(NATIVE, _build(NATIVE, on_progress))
+    return _addresses(NATIVE)
 
 
-def load_kernels(on_progress: Progress | None = None) -> Callable[[bool], int]:
-    """Build and load ortlab's kernels, which registers them with torch.
-
-    Args:
-        on_progress: Called with a line of text before and after the build.
+def load_kernels() -> Callable[[bool], int]:
+    """Load ortlab's kernels, which registers them with torch.
 
     Returns:
         Their function ``trim``.
 
     Raises:
-        OrtUnavailable: If they cannot be built or loaded.
+        OrtUnavailable: If they are not built or cannot be loaded.
     """
     import torch  # noqa: F401 - as for `load`
 
-    addresses = _addresses(KERNELS, _build(KERNELS, on_progress))
+    addresses = _addresses(KERNELS)
     trim: Callable[[bool], int] = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_bool)(
         addresses["trim_address"]
     )
@@ -301,12 +306,16 @@ def python_header() -> Path:
     return Path(sysconfig.get_path("include"), "Python.h")
 
 
-def _addresses(extension: Extension, path: Path) -> dict[str, int]:
+def _addresses(extension: Extension) -> dict[str, int]:
+    path = extension.path()
+    if not path.exists():
+        raise OrtUnavailable(f"{extension.title} is not built", "Run ortlab doctor --build")
+    _refuse_shared(path.parent)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise OrtUnavailable(
-            f"ORT's torch extension cannot be loaded: {error}", f"Remove {path} and try again"
+            f"{extension.title} cannot be loaded: {error}", f"Remove {path} and try again"
         ) from error
     addresses = {}
     for name in extension.functions:
@@ -316,30 +325,29 @@ def _addresses(extension: Extension, path: Path) -> dict[str, int]:
     return addresses
 
 
-def _build(extension: Extension, on_progress: Progress | None) -> Path:
+def _build(extension: Extension, on_progress: Progress | None) -> None:
     tell = on_progress or (lambda _line: None)
     path = extension.path()
     if path.exists():
         _refuse_shared(path.parent)
-        return path
+        return
     command = compiler()
     if command is None:
         raise OrtUnavailable(
-            "ORT's torch extension must be built once, but no C++ compiler was found", COMPILER_FIX
+            f"{extension.title} must be built once, but no C++ compiler was found", COMPILER_FIX
         )
     if extension.python and not python_header().exists():
         raise OrtUnavailable(f"Python's header {python_header()} is missing", HEADERS_FIX)
     _prepare(path.parent)
-    with _locked(path.with_suffix(".lock"), tell):
+    with _locked(extension, tell):
         if not path.exists():
             tell(
-                f"building ORT's {extension.name} for torch {torch_version()}, once, in about "
-                f"{extension.seconds} s"
+                f"building {extension.title} ({extension.purpose}) for torch {torch_version()}, "
+                f"once, in about {extension.seconds} s"
             )
             began = time.perf_counter()
             _compile(extension, command, path)
-            tell(f"built {extension.name} in {time.perf_counter() - began:.0f} s")
-    return path
+            tell(f"built {extension.title} in {time.perf_counter() - began:.0f} s")
 
 
 def _prepare(folder: Path) -> None:
@@ -365,15 +373,15 @@ def _refuse_shared(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, tell: Progress) -> Iterator[None]:
+def _locked(extension: Extension, tell: Progress) -> Iterator[None]:
     """Hold a file lock, which the kernel releases if its owner dies."""
     import fcntl  # not on Windows, where nothing is ever built
 
-    with path.open("w") as file:
+    with extension.path().with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell("another process is building ORT's torch extension: waiting for it")
+            tell(f"another process is building {extension.title}: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -415,10 +423,16 @@ def _call(extension: Extension, command: list[str]) -> None:
     log.write_text(shlex.join(command) + "\n" + done.stderr, encoding="utf-8")
     first = re.search(r"(?:fatal )?error: .*", done.stderr)
     raise OrtUnavailable(
-        f"building ORT's {extension.name} failed: "
+        f"building {extension.title} failed: "
         + (first.group() if first else f"{command[0]} exited with status {done.returncode}"),
         f"Full output of the compiler: {log}",
     )
+
+
+def _gpu() -> tuple[Extension, ...]:
+    """Return torch's GPU allocator if torch and this machine can use it."""
+    gpu = _cuda_build() and Path("/proc/driver/nvidia/version").exists()
+    return (GPU_ALLOCATOR,) if gpu else ()
 
 
 def _log(extension: Extension) -> Path:

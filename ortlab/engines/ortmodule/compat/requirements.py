@@ -142,6 +142,20 @@ def _extension() -> Finding:
     return Finding(name, None, found, fix, required=True)
 
 
+def _optional_extensions() -> Finding:
+    name = "other extensions"
+    try:
+        missing = [each for each in extensions.missing() if each is not extensions.ATEN]
+    except OrtUnavailable:
+        return Finding(name, None, "need torch and onnxruntime-training")
+    if not missing:
+        return Finding(name, True, "built")
+    found = ", ".join(f"{each.title} ({each.purpose})" for each in missing)
+    seconds = sum(each.seconds for each in missing)
+    fix = f"Built at first use in about {seconds} s; to build now: ortlab doctor --build"
+    return Finding(name, None, f"not built yet: {found}", fix)
+
+
 # ---- further checks ------------------------------------------------------------------------------
 
 
@@ -210,6 +224,7 @@ ESSENTIALS: tuple[Callable[[], Finding], ...] = (
 CHECKS: tuple[Callable[[], Finding], ...] = (
     *ESSENTIALS,
     _extension_loads,
+    _optional_extensions,
     _compiler,
     _python_headers,
     _onnx_ir,

@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-from ortlab.engines.base import tell
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 
@@ -35,7 +34,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _trim() -> Callable[[bool], int]:
-    return extensions.load_kernels(tell)
+    return extensions.load_kernels()
 
 
 _users: Counter[bool] = Counter()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     compat.unavailable() is not None, reason=compat.unavailable() or "can run"
 )
 
+EXTENSIONS = (extensions.ATEN, *extensions.OPTIONAL)
 BUILD = (
     "from ortlab.engines.ortmodule.compat import extensions; "
     "extensions.build(lambda l: print(l, flush=True))"
@@ -30,7 +31,7 @@ COMPILER = """#!{python}
 import shutil, sys, time
 with open({counter!r}, "a") as file:
     file.write("run\\n")
-time.sleep(0.5)
+time.sleep(0.2)
 shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 """
 
@@ -45,7 +46,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def library() -> Path:
     """Return the real extension from the user's cache, built there if missing."""
-    return extensions.build()[0]
+    extensions.build()
+    return extensions.ATEN.path()
 
 
 @pytest.fixture
@@ -64,21 +66,24 @@ def test_two_processes_build_it_once(compiler: Path, cache: Path) -> None:
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = "".join(process.communicate(timeout=HANGS_S)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0]
-    assert compiler.read_text() == "run\nrun\n"  # one run compiles, the other links
-    assert said.count("building ORT's aten_op_executor") == 1
-    assert "another process is building" in said
-    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".so"]
+    # One run compiles, the other links.
+    assert compiler.read_text() == "run\nrun\n" * len(EXTENSIONS)
+    for each in EXTENSIONS:
+        assert said.count(f"building {each.title} ({each.purpose})") == 1
+    assert "another process is building ORT's aten_op_executor" in said
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock"] * 4 + [".so"] * 4
 
 
 def test_the_cache_is_the_users_own(compiler: Path, cache: Path) -> None:
     old = os.umask(0)
     try:
-        (path, *_) = extensions.build()
+        extensions.build()
     finally:
         os.umask(old)
-    assert path.parent == cache
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for each in EXTENSIONS:
+        assert each.path().parent == cache
+        assert stat.S_IMODE(each.path().stat().st_mode) == 0o600
     cache.chmod(0o777)
     with pytest.raises(OrtUnavailable, match="other users can write"):
         extensions.load()
@@ -97,8 +102,8 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_site_packages_are_left_alone(ort: compat.TrainingRuntime) -> None:
-    for path in extensions.build():
-        assert Path(sysconfig.get_path("purelib")) not in path.parents
+    for each in EXTENSIONS:
+        assert Path(sysconfig.get_path("purelib")) not in each.path().parents
     import onnxruntime
 
     folder = Path(onnxruntime.__file__).parent / "training/ortmodule/torch_cpp_extensions"
@@ -135,8 +140,30 @@ def test_a_compiler_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not extensions.built()
 
 
+def test_an_optional_build_that_fails_is_told_and_not_tried_again(
+    compiler: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "slow-c++"
+    refuses = "import sys\nif any('ortlab_kernels' in a for a in sys.argv): sys.exit('error: no')\n"
+    head, _, rest = program.read_text().partition("\n")
+    program.write_text(f"{head}\n{refuses}{rest}")
+    assert extensions.build() == {
+        "ortlab's kernels": "building ortlab's kernels failed: error: no. "
+        f"Full output of the compiler: {extensions._log(extensions.KERNELS)}"
+    }
+    assert extensions.missing() == [extensions.KERNELS]
+    with pytest.raises(OrtUnavailable, match="kernels is not built"):
+        extensions.load_kernels()
+    ran = compiler.read_text()
+    assert "has failed before" in extensions.build()["ortlab's kernels"]
+    assert compiler.read_text() == ran
+    program.write_text(f"{head}\n{rest}")
+    assert extensions.build(again=True) == {}
+
+
 def test_a_library_that_does_not_load(compiler: Path, cache: Path) -> None:
-    (path, *_) = extensions.build()
+    extensions.build()
+    path = extensions.ATEN.path()
     path.write_bytes(b"not a library")
     with pytest.raises(OrtUnavailable, match="cannot be loaded") as caught:
         extensions.load()
@@ -147,7 +174,7 @@ def test_a_library_that_does_not_load(compiler: Path, cache: Path) -> None:
 def test_a_real_build(cache: Path) -> None:
     """The real build works; it takes 10 to 40 seconds, so every other test avoids it."""
     said: list[str] = []
-    addresses = extensions.load(said.append)
-    assert addresses["aten_op_executor"].keys() == set(extensions.ATEN.functions)
-    assert said[0].startswith("building")
-    assert said[-1].startswith("built")
+    assert extensions.build(said.append) == {}
+    assert extensions.missing() == []
+    assert extensions.load()["aten_op_executor"].keys() == set(extensions.ATEN.functions)
+    assert [line.partition(" ")[0] for line in said] == ["building", "built"] * 4
