@@ -29,9 +29,7 @@ demo: $(DONE)/demo $(DONE)/extension
 ifneq ($(filter-out 0,$(HEADLESS)),)
 	$(BIN)/python -m tests.support.headless build
 else
-	$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
-	    --KernelManager.transport_encryption=auto --KernelManager.shutdown_wait_time=60 \
-	    --LabApp.default_url=/lab/tree/notebooks/01_first_run.ipynb
+	$(BIN)/ortlab lab --LabApp.default_url=/lab/tree/notebooks/01_first_run.ipynb
 endif
 
 check: $(DONE)/test $(DONE)/extension lint

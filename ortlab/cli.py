@@ -1,4 +1,4 @@
-"""Command line: ``ortlab doctor``, ``cache``, ``kernelspec``, ``bench`` and ``--version``."""
+"""Command line: ``ortlab lab``, ``doctor``, ``cache``, ``kernelspec``, ``bench``, ``--version``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ortlab.bench.papers import PAPERS
 from ortlab.engines import caches, doctor
 from ortlab.engines.base import progress
 from ortlab.settings import Declaration, Settings
-from ortlab.utils import warn_once
+from ortlab.utils import contention, warn_once
 from ortlab.utils.errors import Concise
 from ortlab.utils.findings import findings_table
 
@@ -38,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    given = parser().parse_args(arguments)
+    given, others = parser().parse_known_args(arguments)
+    if given.command == "lab":
+        return _lab(others)
+    if others:
+        parser().parse_args(arguments)  # refuses them
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
     warn_once.are_seen()  # the tables of benchmarks show these warnings
@@ -55,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ortlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    about = "open JupyterLab, with threads that leave a busy machine's cores to others"
+    commands.add_parser(
+        "lab",
+        help=about,
+        description=f"{about.capitalize()}. It listens on this machine only. Options and paths of "
+        "`jupyter lab` may follow.",
+    )
     about = "list what this machine has, what it lacks and how to fix it"
     doctor = commands.add_parser(
         "doctor",
@@ -72,6 +84,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+_LAB = (
+    "--ip=127.0.0.1",
+    "--KernelManager.transport_encryption=auto",
+    # A run that ends with its kernel writes a checkpoint first.
+    "--KernelManager.shutdown_wait_time=60",
+)
+"""Options of ``jupyter lab``, which those that are given replace."""
 _KERNELSPEC = """\
 Make a Jupyter kernel that runs in this environment, for JupyterLab, Notebook and VS Code.
 
@@ -363,6 +382,21 @@ def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespac
     file = _file(given)
     if file is not None:
         file.write_text(f"{figures}\n")
+
+
+def _lab(arguments: Sequence[str]) -> int:
+    """Run JupyterLab in this process's place, with the given arguments of its own."""
+    if find_spec("jupyterlab") is None:
+        print("ortlab lab: JupyterLab is not installed: pip install jupyterlab", file=sys.stderr)
+        return 1
+    given = {word.partition("=")[0] for word in arguments}
+    options = [word for word in _LAB if word.partition("=")[0] not in given]
+    if hasattr(os, "getuid") and os.getuid() == 0:  # JupyterLab refuses root without it
+        options.append("--allow-root")
+    environment = {**contention.SLEEPING, **os.environ}
+    command = [sys.executable, "-m", "jupyterlab", *options, *arguments]
+    sys.stdout.flush()
+    os.execve(sys.executable, command, environment)
 
 
 def _cache(*, clear: bool) -> int:

@@ -23,6 +23,7 @@ from tests.support.slow_tests import LONG, SLOW
 os.environ.update(
     HF_HUB_OFFLINE="1",
     MPLBACKEND="agg",
+    OMP_WAIT_POLICY="passive",  # files run side by side: no thread may spin on another's core
     TOKENIZERS_PARALLELISM="false",
 )
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,8 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores, and the idle OpenMP threads of one worker would spin on the cores of
-    # the others. Tests that need several threads request them from torch.
+    # Workers share the cores. Tests that need several threads request them from torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in several folders

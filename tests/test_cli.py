@@ -52,6 +52,27 @@ def test_doctor_where_it_cannot(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "address"), [((), "127.0.0.1"), (("--ip=localhost",), "localhost")]
+)
+def test_lab(given: tuple[str, ...], address: str, tmp_path: Path) -> None:
+    """JupyterLab runs with the options of ortlab and of the user, and with threads that sleep."""
+    config = tmp_path / "jupyter_lab_config.py"
+    config.write_text("import os, sys; print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)\n")
+    environment = {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_NO_CONFIG": ""}
+    answer = run("lab", *given, "--show-config", **environment)
+    assert answer.returncode == 0, answer.stderr
+    assert "passive" in answer.stderr.splitlines()
+    assert f".ip = '{address}'" in answer.stdout
+    assert ".transport_encryption = 'auto'" in answer.stdout
+
+
+def test_options_of_others_are_refused() -> None:
+    answer = run("cache", "--no-browser")
+    assert answer.returncode == 2
+    assert "unrecognized arguments: --no-browser" in answer.stderr
+
+
 def test_cache() -> None:
     graph_cache.store("0" * 64, graph_cache.CachedGraph({"a.onnx": b"graph"}, {}))
     shown = run("cache").stdout

@@ -1,6 +1,6 @@
 """Measurement of the parts of a training step, for `ortlab bench step`.
 
-Eager torch, ORT, and ORT with the other setting of its idle workers (spin or sleep) take turns, so
+Eager torch, ORT, and ORT with idle workers that spin take turns, so
 that other load on the machine affects all of them. Weights do not change, as in `timing`. The time
 in ORT's session is measured around its C++ calls. ORT's own profile then shows the time inside it.
 """
@@ -39,7 +39,7 @@ from ortlab.settings import FinetuneSettings
 from ortlab.utils import environment
 from ortlab.utils.rng import undisturbed_random
 
-EAGER, ORT, OTHER = "eager", "ort", "other"
+EAGER, ORT, SPINNING = "eager", "ort", "spinning"
 MOST_PROFILED = 20
 """Maximum number of profiled steps: ORT's profiler records 1,000,000 events, 3 for each node."""
 
@@ -76,11 +76,10 @@ def _measured(trial: Trial, settings: StepSettings, here: Machine) -> StepBench:
         model=models.MODELS[settings.model].about,
         parameters=len(trial.trained),
         remarks=trial.steppers[ORT].report().remarks,
-        spinning=trial.export.spinning,
         steps_per_turn=trial.steps,
         eager=tuple(each[EAGER] for each in rounds),
         ort=tuple(each[ORT] for each in rounds),
-        other=tuple(each[OTHER] for each in rounds),
+        spinning=tuple(each[SPINNING] for each in rounds),
         guard_us=alone_us["guard"],
         guard_again_us=alone_us["guard again"],
         form_us=alone_us["form"],
@@ -127,7 +126,7 @@ class Trial:
         export = self._execution.export_for(self._args, self._kwargs)
         assert export is not None, "the model must not fall back to torch"
         self.export = export
-        self._twin = export.with_workers(spinning=not export.spinning)
+        self._twin = export.spinning_twin()
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +149,9 @@ class Trial:
         Returns:
             Parts of a step by engine, for each measured round.
         """
-        orders = interleaved.rounds((EAGER, ORT, OTHER), interleaved.WARMUP + self._settings.steps)
+        orders = interleaved.rounds(
+            (EAGER, ORT, SPINNING), interleaved.WARMUP + self._settings.steps
+        )
         tell(f"{self._settings.model}: {interleaved.WARMUP} warm-up rounds")
         for order in itertools.islice(orders, interleaved.WARMUP):
             step_ms = self._round(order)[EAGER].step_ms
@@ -213,7 +214,7 @@ class Trial:
         return found
 
     def _ort_turn(self, name: str) -> StepParts:
-        session_of = self._twin if name == OTHER else self.export
+        session_of = self._twin if name == SPINNING else self.export
         with (
             profiling.timed(self.export.manager, session_of=session_of.manager) as session,
             _timed(self._execution, "forward") as execution_s,

@@ -12,7 +12,7 @@ from ortlab.bench.machine import Machine
 from ortlab.bench.result import milliseconds, origin, table, warnings
 from ortlab.bench.settings import StepSettings
 
-FORM = 1
+FORM = 2
 MOST_OPERATORS = 12
 _COPIES = frozenset(
     {"Cast", "Transpose", "Identity", "Reshape", "Concat", "ConcatTraining", "Split", "Slice"}
@@ -147,11 +147,10 @@ class StepBench:
         model: Description of the model.
         parameters: Number of trained parameter tensors.
         remarks: Further lines to show.
-        spinning: True if ORT's idle workers spin in `ort`.
         steps_per_turn: Number of steps in a turn.
         eager: Eager torch's turn in each round.
         ort: ORT's turn in each round.
-        other: Turn of ORT with the other setting of its idle workers in each round.
+        spinning: Turn of ORT with idle workers that spin in each round.
         guard_us: Time of the guard's key, called alone after a step.
         guard_again_us: Time of the guard's key, called again at once.
         form_us: Time of the call signature, called alone after a step.
@@ -170,11 +169,10 @@ class StepBench:
     model: str
     parameters: int
     remarks: tuple[str, ...]
-    spinning: bool
     steps_per_turn: int
     eager: tuple[StepParts, ...]
     ort: tuple[StepParts, ...]
-    other: tuple[StepParts, ...]
+    spinning: tuple[StepParts, ...]
     guard_us: tuple[float, ...]
     guard_again_us: tuple[float, ...]
     form_us: tuple[float, ...]
@@ -193,8 +191,7 @@ class StepBench:
     @property
     def cost_of_spinning(self) -> Spread:
         """Time of a step with spinning workers relative to sleeping ones, compared by round."""
-        spins, sleeps = (self.ort, self.other) if self.spinning else (self.other, self.ort)
-        return _ratio(spins, sleeps)
+        return _ratio(self.spinning, self.ort)
 
     # ---- JSON ------------------------------------------------------------------------------------
 
@@ -221,7 +218,7 @@ class StepBench:
         for name, value in values.items():
             if isinstance(value, list):
                 values[name] = tuple(value)
-        for name in ("eager", "ort", "other"):
+        for name in ("eager", "ort", "spinning"):
             values[name] = tuple(StepParts(**each) for each in stored[name])
         phases = {name: SessionPhase(**each) for name, each in stored["phases"].items()}
         return cls(
@@ -409,19 +406,15 @@ class StepBench:
         ]
 
     def _workers(self) -> list[str]:
-        names = {True: "spin", False: "sleep"}
         rows = []
-        for does, arm, note in (
-            (self.spinning, self.ort, ", as configured"),
-            (not self.spinning, self.other, ""),
-        ):
+        for does, arm in (("sleep, as configured", self.ort), ("spin", self.spinning)):
             figures: list[Callable[[StepParts], float]] = [
                 lambda parts: parts.step_ms,
                 lambda parts: parts.session_ms,
                 lambda parts: parts.around_ms,
                 lambda parts: parts.optimizer_ms,
             ]
-            rows.append([f"{names[does]}{note}", *(_spread(arm, of) for of in figures)])
+            rows.append([does, *(_spread(arm, of) for of in figures)])
         cost = self.cost_of_spinning
         heads = ["ORT's idle workers", "step", "session", "around session", "optimizer"]
         return [

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from ortlab.settings import unknown_name
+from ortlab.utils import contention
 from ortlab.utils.threads import Thread
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class Cluster:
                 # Engines can import whatever this process can.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 "OMP_NUM_THREADS": str(threads),
+                **contention.SLEEPING,
             }
             self._cluster = ipp.Cluster(
                 profile_dir=str(self._folder),

@@ -83,6 +83,7 @@ def session(file: Path) -> Any:
         ) from error
     weights.check_places(file)
     options = onnxruntime.SessionOptions()
+    plain_onnxruntime.let_threads_sleep(options)
     options.log_severity_level = 4  # exceptions carry the same messages
     with _said():
         return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

@@ -11,7 +11,7 @@ from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.registry import refusal
 from ortlab.settings import ENGINES, FinetuneSettings
-from ortlab.utils import hardware
+from ortlab.utils import contention, hardware
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
 from ortlab.utils.process_memory import memory
 
@@ -130,10 +130,25 @@ def _bundle() -> Finding:
     )
 
 
+def _idle_threads() -> Finding:
+    name = "idle threads"
+    if not contention.spinning():
+        return Finding(name, True, "sleep (OMP_WAIT_POLICY=passive)")
+    variables = " ".join(f"{name}={value}" for name, value in contention.SLEEPING.items())
+    return Finding(
+        name,
+        None,
+        "spin: while other programs use the cores, a step takes many times as long",
+        f"Start Python with {variables}, as `ortlab lab` and the kernels of "
+        "`ortlab kernelspec install` do",
+    )
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     *requirements.CHECKS,
     cuda,
     cuda_provider,
+    _idle_threads,
     lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
     lambda: _package("ipykernel", "buttons that work while a run is awaited", (7, 3)),
     lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),

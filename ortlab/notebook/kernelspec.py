@@ -22,6 +22,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from ortlab._version import __version__
 from ortlab.engines import doctor
 from ortlab.settings import unknown_name
+from ortlab.utils import contention
 from ortlab.utils.hardware import best_threads
 from ortlab.utils.tables import Column, Table
 
@@ -108,7 +109,7 @@ def install(
 
 def _environment(*, gpu: bool, threads: int) -> dict[str, str]:
     """Return the environment variables of a kernel; the shell's CUDA variables are kept."""
-    chosen = {"OMP_NUM_THREADS": str(threads)}
+    chosen = {"OMP_NUM_THREADS": str(threads), **contention.SLEEPING}
     if not gpu:
         # Otherwise, device='auto' would select the GPU in a kernel named CPU.
         return chosen | {"CUDA_VISIBLE_DEVICES": "-1"}

@@ -6,8 +6,19 @@ import importlib
 import sys
 import threading
 from types import ModuleType
+from typing import Any
 
 IMPORTING = threading.Lock()
+
+
+def let_threads_sleep(options: Any) -> None:
+    """Make a session's idle threads sleep: spinning, they would hold cores that torch needs.
+
+    Args:
+        options: An ``onnxruntime.SessionOptions``, changed in place.
+    """
+    for pool in ("intra_op", "inter_op"):
+        options.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
 
 
 def plain_onnxruntime() -> ModuleType:

@@ -82,11 +82,11 @@ def test_the_command_prints_what_its_file_holds(
 
 
 def test_parts_add_up_to_the_step(measured: StepBench) -> None:
-    assert [len(arm) for arm in (measured.eager, measured.ort, measured.other)] == [3, 3, 3]
+    assert [len(arm) for arm in (measured.eager, measured.ort, measured.spinning)] == [3, 3, 3]
     for found in measured.eager:
         assert found.session_ms == found.execution_ms == found.export_ms == 0
         assert 0 < found.rest_ms < found.step_ms
-    for found in (*measured.ort, *measured.other):
+    for found in (*measured.ort, *measured.spinning):
         forward = found.caller_ms + found.look_up_ms + found.passing_ms + found.session_forward_ms
         backward = found.around_backward_ms + found.session_backward_ms
         assert forward == pytest.approx(found.forward_ms)
@@ -128,16 +128,14 @@ def test_kernels_are_compared_by_what_was_measured(measured: StepBench) -> None:
         assert min(each.ort_us, each.ours_us) > 0
 
 
-@pytest.mark.parametrize(("kernels", "spinning"), [("ort", True), ("torch", False)])
-def test_other_kernels(kernels: str, spinning: bool) -> None:
-    """ORT's workers spin only where ORT's own kernels compute everything but dropout."""
+@pytest.mark.parametrize("kernels", ["ort", "torch"])
+def test_other_kernels(kernels: str) -> None:
+    """ORT's workers sleep, whoever computes; "ort" leaves only dropout to ortlab's kernels."""
     result = bench.step(**TINY | {"steps": 1, "kernels": kernels})
-    assert result.spinning == spinning
     ours = {each.op.rpartition(".")[2] for each in result.operators if "ortlab_kernels" in each.op}
-    assert (ours == {"dropout", "dropout_backward"}) == spinning
-    does, does_not = ("spin", "sleep") if spinning else ("sleep", "spin")
-    assert f"| {does}, as configured |" in result.markdown()
-    assert f"| {does_not} |" in result.markdown()
+    assert (ours == {"dropout", "dropout_backward"}) == (kernels == "ort")
+    assert "| sleep, as configured |" in result.markdown()
+    assert "| spin |" in result.markdown()
 
 
 def test_bf16(measured: StepBench) -> None:
@@ -194,16 +192,14 @@ def test_both_sessions_run_and_are_told_apart(
             return run(*args)
 
         monkeypatch.setattr(agent, name, slow)
-    found = trial._round([parts.ORT, parts.EAGER, parts.OTHER])
+    found = trial._round([parts.ORT, parts.EAGER, parts.SPINNING])
     assert found[parts.ORT].session_forward_ms >= 200
-    assert found[parts.OTHER].session_backward_ms >= 200
+    assert found[parts.SPINNING].session_backward_ms >= 200
 
 
 @pytest.mark.parametrize("kernels", ["ort", "torch"])
-def test_the_workers_of_the_twin_do_the_other_thing(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The twin's workers use the opposite setting, as the session options of every session show."""
+def test_only_the_workers_of_the_twin_spin(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session options of every session show it."""
     import onnxruntime
 
     key = "session.intra_op.allow_spinning"
@@ -215,10 +211,10 @@ def test_the_workers_of_the_twin_do_the_other_thing(
         return session(model, options, *rest)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", noted)
-    with parts.Trial(StepSettings(**TINY), chosen(kernels=kernels)) as trial:
+    with parts.Trial(StepSettings(**TINY), chosen(kernels=kernels)):
         *_, own, twin = made
-        assert own == trial.export.spinning == (kernels == "ort")
-        assert twin is not own
+        assert not own
+        assert twin
 
 
 def _spins(options: Any, key: str) -> bool:
@@ -320,12 +316,10 @@ def test_figures_by_hand(measured: StepBench) -> None:
     eager = StepParts(30.0, 10.0, 10.0, 4.0)
     slow = dataclasses.replace(one, step_ms=25.0)
     result = dataclasses.replace(
-        measured, eager=(eager,), ort=(one,), other=(slow,), spinning=False, parameters=7
+        measured, eager=(eager,), ort=(one,), spinning=(slow,), parameters=7
     )
     assert result.speed == Spread(1.5, 1.5, 1.5)
     assert result.cost_of_spinning == Spread(1.25, 1.25, 1.25)
-    other_way = dataclasses.replace(result, spinning=True)
-    assert other_way.cost_of_spinning == Spread(0.8, 0.8, 0.8)
     shown = result.markdown()
     assert "session: 5 ms (5 to 5) for 7 parameter tensors" in shown
     assert "| rest: release of old gradients | 6 ms (6 to 6) | 3 ms (3 to 3) |" in shown

@@ -120,6 +120,7 @@ def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
     for row in table:
         process = psutil.Process(row.pid)
         assert process.environ()["OMP_NUM_THREADS"] == str(share), "from its start"
+        assert process.environ()["OMP_WAIT_POLICY"] == "passive"
         rss = process.memory_info().rss
         assert row.rss_bytes is not None
         assert rss < row.rss_bytes < 2 * rss  # including the process that forwards its signals

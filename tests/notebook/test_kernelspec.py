@@ -78,6 +78,7 @@ def test_threads_are_the_machines_and_ours_are_replaced(data: Path) -> None:
     assert main(["kernelspec", "install", "--display-name", "Lab"]) == 0
     spec = KernelSpecManager().get_kernel_spec("ortlab")
     assert spec.env["OMP_NUM_THREADS"] == str(hardware.best_threads())
+    assert spec.env["OMP_WAIT_POLICY"] == "passive"
     assert spec.display_name == "Lab"
     assert os.listdir(data / "kernels") == ["ortlab"]
 
@@ -112,6 +113,7 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     assert stored["display_name"] == "ortlab (GPU)"
     assert stored["env"] == {
         "OMP_NUM_THREADS": str(hardware.best_threads()),
+        "OMP_WAIT_POLICY": "passive",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "LD_LIBRARY_PATH": "/opt/cuda-11.8/lib64",
     }

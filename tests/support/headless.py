@@ -25,6 +25,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from ortlab.utils import contention
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 WATCH = '''
@@ -144,7 +146,7 @@ def _execute(path: Path, folder: str, start: float, timeout_s: int) -> Executed:
         startup.parent.mkdir(parents=True)
         startup.write_text(WATCH.replace("SUMMARY", repr(str(summary))))
         try:
-            client.execute(env={**os.environ, "IPYTHONDIR": ipython})
+            client.execute(env={**contention.SLEEPING, **os.environ, "IPYTHONDIR": ipython})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as raised:
             error = raised
         runs = json.loads(summary.read_text()) if summary.exists() else []

@@ -112,7 +112,6 @@ class Export:
     def _leave_kernels(self, runtime: Any, why: str | None) -> None:
         self.without_kernels = why
         runtime.torch_kernels, runtime.low_precision = "", False
-        runtime.spinning = True
 
     @property
     def manager(self) -> Any:
@@ -516,23 +515,14 @@ class Export:
         return self._twin(edited, configure=functools.partial(profiling.record, folder))
 
     @property
-    def spinning(self) -> bool:
-        """True if ORT's idle threads spin, on cores that torch's threads may need."""
-        return bool(self.manager._runtime_options.spinning)
-
-    @property
     def without_workers(self) -> bool:
         """True if the last session could not start its thread pool and runs on one thread."""
         return bool(self.manager._runtime_options.without_workers)
 
-    def with_workers(self, *, spinning: bool) -> Export:
-        """Return an export of the same graph with its own session.
-
-        Args:
-            spinning: True if the session's idle threads spin, False if they sleep.
-        """
+    def spinning_twin(self) -> Export:
+        """Return an export of the same graph with a session of its own, whose idle threads spin."""
         twin = self._unopened(self.graph_to_run())
-        twin.manager._runtime_options.spinning = spinning
+        twin.manager._runtime_options.spinning = True
         return self._opened(twin)
 
     def ort_graph(self) -> onnx.ModelProto:

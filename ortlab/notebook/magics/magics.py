@@ -25,6 +25,7 @@ from ortlab.notebook.magics.search_commands import SearchCommands
 from ortlab.notebook.magics.variables import Variables
 from ortlab.session import session
 from ortlab.settings import EngineSettings
+from ortlab.utils.contention import Contention
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -52,6 +53,7 @@ class OrtMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._ip = shell
+        self._contention = Contention()
         variables = Variables(shell)
         groups = (
             ModelCommands(variables),
@@ -74,7 +76,7 @@ class OrtMagics(Magics):
             return self._run_cell(line, cell)
         words = split(line)
         if not words:
-            return session.wrapped.table()
+            return session.wrapped.table().noted(*filter(None, [self._contention.warning()]))
         name, *rest = words
         if name in HELP:
             print(overview())

@@ -13,7 +13,7 @@ import onnx
 
 from ortlab.engines.ortmodule.compat import exporting, ortmodule
 from ortlab.engines.torchscript import streams
-from ortlab.utils.plain_onnxruntime import plain_onnxruntime
+from ortlab.utils.plain_onnxruntime import let_threads_sleep, plain_onnxruntime
 
 TRAINING, EVAL, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
@@ -221,6 +221,7 @@ class Device:
         from onnxruntime.training import api  # optional: onnxruntime-training
 
         options = onnxruntime.SessionOptions()
+        let_threads_sleep(options)
         options.log_severity_level = 3
         self._state = api.CheckpointState.load_checkpoint(str(folder / CHECKPOINT))
         self._module = api.Module(

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.torch.autograd import read_by
+from ortlab.utils import plain_onnxruntime
 
 EXPORTED, BUILT, OPTIMIZED = "exported.onnx", "built.onnx", "optimized.onnx"
 _CODE = {"PythonOp", "PythonOpGrad", "TritonOp"}
@@ -346,20 +347,11 @@ def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
     found: list[Callable[[Any], None]] = [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
     ]
-    return found if runtime.spinning else [*found, leave_cores_to_torch]
+    return found if runtime.spinning else [*found, plain_onnxruntime.let_threads_sleep]
 
 
 def _with_arena(on: bool, options: Any) -> None:
     options.enable_cpu_mem_arena = on
-
-
-def leave_cores_to_torch(options: Any) -> None:
-    """Disable spinning: ORT's idle workers would occupy the cores that torch's threads use.
-
-    Args:
-        options: ORT's session options, changed in place.
-    """
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
 def _told_in(path: Path, options: Any) -> None:

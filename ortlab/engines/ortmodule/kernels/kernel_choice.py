@@ -35,6 +35,7 @@ from ortlab.engines.ortmodule.kernels.substitutes import (
 )
 from ortlab.utils import files
 from ortlab.utils.onnx_shapes import follows, size_of
+from ortlab.utils.plain_onnxruntime import let_threads_sleep
 from ortlab.utils.tables import Column, Table
 
 _ROUNDS = 8
@@ -284,8 +285,8 @@ def _call(
     import onnxruntime  # heavy: onnxruntime
 
     options = onnxruntime.SessionOptions()
+    let_threads_sleep(options)
     options.log_severity_level = 4
-    restoring.leave_cores_to_torch(options)
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
