@@ -155,7 +155,7 @@ class Checkpoint:
         Raises:
             ValueError: The state contains an object that is neither a plain value nor a dense
                 tensor.
-            RuntimeError: The disk is full or cannot be written to. An existing checkpoint at `path`
+            NotSaved: The disk is full or cannot be written to. An existing checkpoint at `path`
                 is unchanged.
         """
         path = Path(path)
@@ -230,8 +230,12 @@ class Checkpoint:
                     raise
 
 
-def _not_kept(path: Path, error: Exception) -> RuntimeError:
-    return RuntimeError(
+class NotSaved(RuntimeError):
+    """Raised when a checkpoint cannot be written: the disk is full, for example."""
+
+
+def _not_kept(path: Path, error: Exception) -> NotSaved:
+    return NotSaved(
         f"the checkpoint cannot be saved to {path}: {error}; the model still has its weights, and "
         "an existing checkpoint at this path is unchanged"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 from ortlab.engines.base import Report, wrapped_model
 from ortlab.engines.batch import count
 from ortlab.history import sqlite_index
+from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
@@ -121,16 +123,18 @@ class TrainerRun(StoredRun):
         self._folder.hold()
         self._precision = str(settings["precision"])
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._folder.write_json("settings", settings)
-        self._folder.write_json("trainer", arguments)
-        self._folder.write_json("environment", environment())
-        self._write_about(None)
-        sqlite_index.note(self.folder)
         self.recorder = Recorder(sinks=[self._folder.metrics()])
         """Metrics of the run."""
+        self._pending = PendingWrites(self.tell)
         self._meter: Meter = SAMPLER.start()
         self._began = self._free = time.perf_counter()
         self.turn = Step(self._began)
+        values = {"settings": settings, "trainer": arguments, "environment": environment()}
+        for part, value in values.items():
+            write = functools.partial(self._folder.write_json, part, value)
+            self._pending.write(f"the {part}", write)
+        self._pending.write("the description", functools.partial(self._write_about, None))
+        sqlite_index.note(self.folder)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
         self.tell("state", "running")
         self._choice = choice
@@ -281,8 +285,9 @@ class TrainerRun(StoredRun):
             self.tell("error", self._failed)
         self.tell("state", self._state)
         SAMPLER.end(self._meter)
-        self._write_about(self._result())
-        self.recorder.close()
+        self._pending.write("the metrics", self.recorder.close)
+        result = self._result()
+        self._pending.write("the description", functools.partial(self._write_about, result))
         self._folder.release()
         sqlite_index.note(self.folder)
         self._engine = None  # it refers to the model
@@ -299,16 +304,16 @@ class TrainerRun(StoredRun):
             elif not self._going.is_set():
                 state = "paused"
         report = self._report
-        badges: tuple[str, ...] = ()
+        badges = [*filter(None, (self.recorder.trouble, self._pending.trouble))]
         if report.fallback_reason:
-            badges = (f"fallback to {report.engine_used}: {report.fallback_reason}",)
+            badges.insert(0, f"fallback to {report.engine_used}: {report.fallback_reason}")
         return Status(
             state=state,
             step=self._step,
             total_steps=self._total,
             elapsed_s=self._elapsed_s(),
             left_s=self._left_s(),
-            badges=badges,
+            badges=tuple(badges),
             lines=self._lines(),
             error=self._failed,
         )

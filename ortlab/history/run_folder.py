@@ -31,6 +31,7 @@ name, synced and renamed. All data is JSON or safetensors, so reading it never r
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -104,9 +105,7 @@ class RunFolder:
             path = _new_folder(root, name)
             (path / "checkpoints").mkdir(mode=0o700)
         except OSError as error:
-            raise RuntimeError(
-                f"the run's folder cannot be created: {error}; set ORTLAB_HOME to another folder"
-            ) from error
+            raise _not_created(error) from error
         return cls(path)
 
     @property
@@ -115,8 +114,15 @@ class RunFolder:
         return self.path.name
 
     def hold(self) -> None:
-        """Lock the run for this process, until `release` or the end of the process."""
-        self._lock.acquire()
+        """Lock the run for this process, until `release` or the end of the process.
+
+        Raises:
+            RuntimeError: The lock's file cannot be created.
+        """
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            raise _not_created(error) from error
 
     def release(self) -> None:
         """Release the lock of the run."""
@@ -223,6 +229,12 @@ class RunFolder:
         return Checkpoint.load(self.checkpoint_path(name))
 
 
+def _not_created(error: OSError) -> RuntimeError:
+    return RuntimeError(
+        f"the run's folder cannot be created: {error}; set ORTLAB_HOME to another folder"
+    )
+
+
 def in_checkpoints(run: Path) -> list[Path]:
     """Return the entries of checkpoints/ in a run's folder, including incomplete ones.
 
@@ -297,20 +309,31 @@ class MetricsFile:
     """Sink that appends to a metrics file (see `ortlab.metrics.recorder.Sink`).
 
     Args:
-        path: The file, which is created if it does not exist.
+        path: The file, which is created if it does not exist; by `write` if that fails before.
     """
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path = path
+        self._file: io.FileIO | None = None
+        with contextlib.suppress(OSError):  # a full disk: `write` raises it as long as it lasts
+            self._file = self._opened()
+
+    def _opened(self) -> io.FileIO:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         # Open until the run ends. Unbuffered: a buffer would retain data that a full disk refused.
-        self._file = open(descriptor, "ab", buffering=0)  # noqa: SIM115
+        file = io.FileIO(descriptor, "ab")
         head = json.dumps(_HEAD).encode() + b"\n"
         # A line that a crash truncated must not damage the first new line.
         if os.fstat(descriptor).st_size:
             os.lseek(descriptor, -1, os.SEEK_END)
             if os.read(descriptor, 1) != b"\n":
                 head = b"\n" + head
-        self._append(head)
+        try:
+            _append(file, head)
+        except OSError:
+            file.close()
+            raise
+        return file
 
     def write(self, rows: Rows, events: Sequence[Event]) -> None:
         """See `ortlab.metrics.recorder.Sink.write`.
@@ -330,22 +353,26 @@ class MetricsFile:
             )
             for event in events
         ]
-        self._append((_lines(rows) + "".join(f"{line}\n" for line in lines)).encode())
-
-    def _append(self, data: bytes) -> None:
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError:
-            self._file.truncate(before)
-            raise
+        if self._file is None:
+            self._file = self._opened()
+        _append(self._file, (_lines(rows) + "".join(f"{line}\n" for line in lines)).encode())
 
     def close(self) -> None:
         """Sync the file to disk and close it."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _append(file: io.FileIO, data: bytes) -> None:
+    before = os.fstat(file.fileno()).st_size
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 @dataclass(frozen=True)

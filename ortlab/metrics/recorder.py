@@ -473,15 +473,20 @@ class Recorder:
         if self._thread is None:
             self._start()
 
-    def restore(self, rows: Rows, events: Sequence[Event]) -> None:
-        """Restore the records of a run that is over, without writing them to the sinks.
+    def restore(self, rows: Rows, events: Sequence[Event], *, write: bool = False) -> None:
+        """Restore the records of a run that is over.
 
         Args:
             rows: Samples of shape [samples, len(COLUMNS)].
             events: Events.
+            write: Write them to the sinks, too.
         """
         with self._lock:
             self._keep(rows, events)
+            for outlet in self._outlets if write else ():
+                outlet.put(rows, list(events), self.BACKLOG)
+        if write:
+            self._write()
 
     def rank(self, number: int) -> Recorder:
         """Return the recorder of a rank, which is created on first use.
@@ -496,7 +501,9 @@ class Recorder:
     @property
     def trouble(self) -> str | None:
         """Reason why metrics are not written, as a line; None if they are."""
-        return next((outlet.trouble for outlet in self._outlets if outlet.trouble), None)
+        troubles = [each.trouble for each in self._outlets]
+        troubles += [each.trouble for each in self.ranks]
+        return next(filter(None, troubles), None)
 
     @property
     def count(self) -> int:
@@ -587,13 +594,24 @@ class Recorder:
             recorder.flush()
 
     def close(self) -> None:
-        """Write the rest, close the sinks and end the writer thread; may be called twice."""
+        """Write the rest, close the sinks and end the writer thread.
+
+        Raises:
+            OSError: A sink cannot take the rest and stays open; another call tries it again.
+        """
+        first = not self._closing.is_set()
         self._closing.set()
-        self._start()
-        assert self._thread is not None
-        self._thread.join()
+        if first:
+            self._start()
+            assert self._thread is not None
+            self._thread.join()
+        else:
+            self._finish()
         for recorder in self.ranks:
-            recorder.close()
+            with contextlib.suppress(OSError):  # the others are closed first; see below
+                recorder.close()
+        if (trouble := self.trouble) is not None:
+            raise OSError(trouble)
 
     def _start(self) -> None:
         """Start the writer thread; an unused recorder does not need it."""
@@ -611,13 +629,17 @@ class Recorder:
             much = any(outlet.size > self.PENDING for outlet in self._outlets)
             if periods % self.WRITE_EVERY == 0 or much:
                 self._write()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Write the rest, and close the sinks that took it."""
         self._absorb()
         self._write()
         for outlet in self._outlets:
-            if outlet.size:
-                self._warn(f"the last {outlet.size} steps and events were not written")
-            with contextlib.suppress(OSError):  # its rows are written, and the run is over
-                outlet.sink.close()
+            if not outlet.size:
+                with contextlib.suppress(OSError):  # its rows are written, and the run is over
+                    outlet.sink.close()
+        self._outlets = [outlet for outlet in self._outlets if outlet.size]
 
     def _absorb(self) -> None:
         """Move the queue into the series and the backlogs; any thread may call this."""

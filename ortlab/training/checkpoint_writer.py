@@ -23,6 +23,7 @@ from ortlab.utils.threads import Thread
 
 LAST: Final = "last"
 BEST: Final = "best"
+_RETRY_S: Final = 10.0
 _WORKERS_CHECKPOINT: Final = 100
 """Default number of steps between the checkpoints of a run on workers."""
 
@@ -81,7 +82,8 @@ class CheckpointWriter:
     """Writer of a run's checkpoints, in a thread of its own, that deletes those beyond the limit.
 
     While one checkpoint is being written, the newest one after it waits in memory and is written
-    next; those in between are skipped.
+    next; those in between are skipped. One that cannot be written waits, too, and is tried again
+    every ten seconds, until there is a newer one.
 
     Args:
         folder: The run's folder.
@@ -175,10 +177,20 @@ class CheckpointWriter:
                     return
                 name = next(iter(self._waiting))
                 taken, many = self._waiting.pop(name)
-            self._write(name, taken, many)
+            if not self._write(name, taken, many):
+                self._put_back(name, taken, many)
             del taken  # as large as model and optimizer
 
-    def _write(self, name: str, taken: Checkpoint, many: int) -> None:
+    def _put_back(self, name: str, taken: Checkpoint, many: int) -> None:
+        """Let a checkpoint that could not be written wait, unless there is a newer one."""
+        with self._changed:
+            if self._closing or self._waiting:
+                return
+            waits = {name: (taken, many)}
+            self._waiting |= waits
+            self._changed.wait_for(lambda: self._closing or self._waiting != waits, _RETRY_S)
+
+    def _write(self, name: str, taken: Checkpoint, many: int) -> bool:
         step = taken.position.step
         place = self.place(name if name == BEST else f"{name}-{step}", taken)
         try:
@@ -189,14 +201,15 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001
             before, self._trouble = self._trouble, f"no checkpoint of step {step}: {error}"
             if before is None:
-                self._tell("warning", f"{self._trouble}; the run continues and tries the next one")
-            return
+                self._tell("warning", f"{self._trouble}; the run continues and tries again")
+            return False
         if self._trouble is not None:
             self._trouble = None
             self._tell("note", f"checkpoints are saved again: {place.name}")
         if name == LAST:
             self._last = [path for path in self._last if path != place] + [place]
             self.trim(many)
+        return True
 
 
 def remove(checkpoint: Path) -> None:

@@ -281,6 +281,8 @@ class Run(StoredRun):
             taken = self._control.checkpoint().result()
         except concurrent.futures.CancelledError:
             self._worker.over.wait()
+            if (unsaved := self._record.unsaved) is not None:
+                return unsaved.save(final if path is None else path)
             if not final.exists():
                 raise RuntimeError(
                     f"{self.name} has no checkpoint: it {self.state} at step {self.step}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.history import sqlite_index
+from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State
 from ortlab.training.checkpoint_writer import CheckpointWriter
@@ -18,7 +20,7 @@ from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
 from ortlab.training.run_result import RunResult
 from ortlab.utils.environment import environment
-from ortlab.utils.errors import message
+from ortlab.utils.errors import message, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, Meter
 
 if TYPE_CHECKING:
@@ -58,16 +60,20 @@ class RunRecord:
         self._names = dict(names or {})
         folder.hold()
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        folder.write_json("settings", progress.settings.as_dict())
-        folder.write_json("environment", environment())
-        self._write_about(None)
-        metrics = folder.metrics()
-        if earlier is not None:
-            metrics.write(earlier.rows, earlier.events)
-        self.recorder = Recorder(sinks=[metrics], of_rank=lambda rank: [folder.metrics(rank)])
+        self.recorder = Recorder(
+            sinks=[folder.metrics()], of_rank=lambda rank: [folder.metrics(rank)]
+        )
         """Metrics and events of the run, and of the run that it continues."""
         if earlier is not None:
-            self.recorder.restore(earlier.rows, earlier.events)
+            self.recorder.restore(earlier.rows, earlier.events, write=True)
+        self.pending = PendingWrites(self.event)
+        """Parts of the folder that could not be written, which are tried again."""
+        self.unsaved: Checkpoint | None = None
+        """State at the end of the run as long as it could not be written."""
+        values = {"settings": progress.settings.as_dict(), "environment": environment()}
+        for part, value in values.items():
+            self.pending.write(f"the {part}", functools.partial(folder.write_json, part, value))
+        self.pending.write("the description", functools.partial(self._write_about, None))
         self.checkpoints = CheckpointWriter(folder, first=self.recorder.flush, tell=self.event)
         """Writer of the run's checkpoints."""
 
@@ -95,11 +101,30 @@ class RunRecord:
         self.checkpoints.keep(taken, self._progress.settings.checkpoint.keep_checkpoints)
 
     def save_final(self, state: Checkpoint) -> None:
-        """Write the state at the end of the run.
+        """Write the state at the end of the run; without room, a copy waits for it.
 
         Args:
             state: The state.
         """
+        try:
+            self._save_final(state)
+        except NotSaved as error:
+            try:
+                self.unsaved = state.copy()
+            except Exception as failure:
+                if not out_of_memory(failure):
+                    raise
+                told = "and memory does not suffice for a copy; the model has its weights"
+                self.event("warning", f"no checkpoint of the end of the run: {error}, {told}")
+                return
+            self.pending.repeat("the last checkpoint", self._save_unsaved, error)
+
+    def _save_unsaved(self) -> None:
+        if self.unsaved is not None:
+            self._save_final(self.unsaved)
+            self.unsaved = None
+
+    def _save_final(self, state: Checkpoint) -> None:
         state.save(self.folder.checkpoint_path("final"))
         self.checkpoints.trim(self._progress.settings.checkpoint.keep_checkpoints - 1)
 
@@ -113,12 +138,16 @@ class RunRecord:
             self.event("error", f"{type(progress.error).__name__}: {message(progress.error)}")
         self.event("state", progress.ended)
         progress.result = self.summary(progress.ended)
-        self.recorder.close()
-        self._write_about(progress.result)
+        self.pending.write("the metrics", self.recorder.close)
+        self.pending.write("the description", functools.partial(self._complete, progress.result))
 
     def release(self) -> None:
         """Release the folder, and update the run's entry in the history."""
         self.folder.release()
+        sqlite_index.note(self.folder.path)
+
+    def _complete(self, result: RunResult) -> None:
+        self._write_about(result)
         sqlite_index.note(self.folder.path)
 
     def evaluations(self) -> list[Evaluation]:

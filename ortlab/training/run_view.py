@@ -119,7 +119,9 @@ class RunView:
             badges.append(f"held: {told}")
         if progress.foretold is not None and progress.step == 0 and not over:
             badges.append(progress.foretold)
-        troubles = (record.checkpoints.trouble, record.recorder.trouble)
+        troubles = [record.pending.trouble]
+        if not over:  # what is left of them then, `pending` has
+            troubles = [record.checkpoints.trouble, record.recorder.trouble, *troubles]
         badges += filter(None, (*self._warnings, *troubles))
         return tuple(badges)
 

@@ -310,6 +310,9 @@ class RunWorker:
         if stopping is not None and stopping is not threading.current_thread():
             stopping.join()
         atexit.unregister(self._end_with_python)
+        if (trouble := self._record.pending.trouble) is not None:
+            told = "it is tried again until there is room, and run.checkpoint(path) saves elsewhere"
+            print(f"{self._name} is {self._progress.ended}, but {trouble}: {told}", flush=True)
         self.over.set()
 
     def _keep_state(self) -> None:
