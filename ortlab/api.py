@@ -503,8 +503,9 @@ def tune(
 
     The search varies engine, precision and micro-batch size at a fixed ``global_batch``, using
     gradient accumulation for the rest, and recomputes activations where a micro-batch does not fit
-    into memory. Candidates that cannot fit according to their memory plan are skipped, and
-    candidates that cannot win are dropped early (see `ortlab.search.prune`). Micro-batch sizes are
+    into memory. Candidates that cannot fit according to their memory plan are skipped, and so are
+    those that are predicted to be much slower than the leader. A measured candidate is dropped only
+    when its rounds tell that it is slower (see `ortlab.search.prune`). Micro-batch sizes are
     searched for a Dataset only; a loader keeps its own batches. The model itself does not change.
 
     Args:

@@ -8,23 +8,30 @@ precision on the speed of one engine, and of a micro-batch on the speed of one s
 effect on others. Therefore one set-up with a fast first step is measured at every micro-batch. Each
 other engine is first measured in one precision, at the best micro-batch so far. The rest is
 measured only if its bound reaches the leader.
+
+A measured candidate is dropped once the rounds say that it is slower than another one, by the
+confidence interval of the ratio of both in the rounds that they shared.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
+from ortlab.bench.interleaved import LEAST, ratio_interval
+from ortlab.utils.tables import rounded
+
+RAN = ("measured", "slower")
+"""States of candidates that ran and fit into memory."""
 SLACK = 1.3
 """Factor by which a speed may exceed the product of factors that predicts it."""
 NEAR = 1.05
 """Like `SLACK`, for another micro-batch of a set-up whose first step is slow."""
-MARGIN = 1.03
-"""A candidate is dropped if its best round times this factor is slower than the leader."""
-FIRST = 2
-"""Number of rounds of a candidate's first measurement."""
+FIRST = LEAST
+"""Number of rounds of a candidate's first measurement, if the search has as many."""
 
 
 def among(workers: int, zero_stage: int) -> str:
@@ -83,11 +90,13 @@ class Found:
     """Measurements of a candidate, and the reason if it is not measured further.
 
     Attributes:
-        rates: Rate in each round.
-        state: "waits", "measured", "left out" or "failed".
+        by_round: Rate in each round as it was measured, by the number of the round.
+        rates: Rates to rank by, corrected for rounds that were slower or faster for all.
+        state: "waits", "measured", "slower", "left out" or "failed".
         reason: Reason of the state.
     """
 
+    by_round: dict[int, float] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     state: str = "waits"
     reason: str = ""
@@ -177,26 +186,28 @@ class Search:
         self.setups = list(setups)
         self.sizes = sorted(sizes)
         self._track = track
-        self._rounds = rounds
+        self._rounds, self._first = rounds, min(FIRST, rounds)
         self._recompute = recompute
         self._unit = unit
         self.found = {
             SearchPoint(setup, micro): Found() for setup in self.setups for micro in self.sizes
         }
+        self._numbers = itertools.count()
+        """Numbers of the next rounds."""
         self._shape: dict[int, float] = {}
-        """Speed of the first set-up for each micro-batch, relative to its best."""
+        """Speed of the first set-up for each micro-batch: relative to its best, or 1 if tied."""
         self._begun: dict[Setup, str | None] = {}
 
     def best(self) -> SearchPoint | None:
         """Return the fastest candidate, or None before anything was measured."""
-        going = [c for c, found in self.found.items() if found.state == "measured"]
-        return max(going, key=lambda c: self.found[c].rate, default=None)
+        return next(iter(self._ranking()), None)
 
     def run(self) -> None:
         """Measure and drop candidates until all rounds are done. Results are in `found`."""
         reference, *others = self.setups
         self._all_sizes(reference)
-        anchor = max(self._shape, key=lambda micro: self._shape[micro], default=self.sizes[0])
+        leader = self.best()
+        anchor = self.sizes[0] if leader is None else leader.micro
         # All set-ups of the first engine, whose precisions predict those of other engines.
         for setup in others:
             if setup.way == reference.way:
@@ -214,12 +225,22 @@ class Search:
     # ---- the parts -------------------------------------------------------------------------------
 
     def _all_sizes(self, setup: Setup) -> None:
-        """Measure all micro-batches, smallest first, so that the next one's memory is predicted."""
+        """Measure all micro-batches in the same rounds."""
+        ready = []
         for micro in self.sizes:
-            self._measure(SearchPoint(setup, micro), alone=True)
-        rates = {micro: self.found[SearchPoint(setup, micro)].rate for micro in self.sizes}
-        best = max(rates.values())
-        self._shape = {micro: rate / best for micro, rate in rates.items() if rate}
+            if self._begins(candidate := SearchPoint(setup, micro)):
+                # Alone and smallest first, so that the next one's memory is predicted.
+                self._track.rounds([candidate], 0)
+                ready.append(candidate)
+        if ready:
+            self._take(ready, self._first)
+        made = {micro: self.found[SearchPoint(setup, micro)] for micro in self.sizes}
+        best = max(found.rate for found in made.values())
+        self._shape = {
+            micro: 1.0 if found.state == "measured" else found.rate / best
+            for micro, found in made.items()
+            if found.rates
+        }
 
     def _by_engine(self, anchor: int) -> tuple[list[Setup], list[Setup]]:
         """Return the set-ups of other engines: one to begin with for each engine, and all others.
@@ -300,48 +321,38 @@ class Search:
 
     def _finals(self) -> None:
         """Measure candidates that may still win, with more rounds as they become fewer."""
-        number, made = FIRST, FIRST
+        number = made = self._first
         while made < self._rounds:
-            left = self._in_reach()
+            left = [c for c, found in self.found.items() if found.state == "measured"]
             if len(left) < 2:
                 return
-            number = min(2 * number, self._rounds - made)
-            self._take(left, number, again=True)  # compares all in the same rounds
+            number = min(number, self._rounds - made)
+            self._take(left, number)
             made += number
-
-    def _in_reach(self) -> list[SearchPoint]:
-        leader = self.best()
-        if leader is None:
-            return []
-        ahead = self.found[leader].rate
-        going = [c for c, found in self.found.items() if found.state == "measured"]
-        left = [c for c in going if max(self.found[c].rates) * MARGIN >= ahead]
-        for candidate in going:
-            if candidate not in left:
-                reason = f"behind {leader} in every round"
-                self._leave_out([candidate], reason)
-        return left
+            number *= 2
 
     # ---- measuring -------------------------------------------------------------------------------
 
-    def _measure(self, candidate: SearchPoint, *, alone: bool = False) -> None:
-        """Make a candidate's first rounds, together with the leader unless `alone`."""
+    def _measure(self, candidate: SearchPoint) -> None:
+        """Make a candidate's first rounds, together with the leader."""
+        if self._begins(candidate):
+            leader = self.best()
+            self._take([candidate] if leader is None else [leader, candidate], self._first)
+
+    def _begins(self, candidate: SearchPoint) -> bool:
+        """Return True if a candidate may fit and its set-up runs, which makes its first step."""
         setup = candidate.setup
         if not self._fits(candidate):
-            return
+            return False
         if setup not in self._begun:
             self._begun[setup] = self._track.begin(setup, candidate.micro)
         if (reason := self._begun[setup]) is not None:
             for micro in self.sizes:
                 if (known := self.found.get(SearchPoint(setup, micro))) is not None:
                     known.state, known.reason = "failed", reason
-            return
+            return False
         # The plan of its graph is known only after its first step.
-        if not self._fits(candidate):
-            return
-        leader = None if alone else self.best()
-        self._take([candidate] if leader is None else [leader, candidate], FIRST)
-        self._fits(candidate)  # checked again with the measured memory
+        return self._fits(candidate)
 
     def _fits(self, candidate: SearchPoint) -> bool:
         """Return True if a candidate may fit into memory, otherwise drop it."""
@@ -350,16 +361,59 @@ class Search:
             self._leave_out([candidate], reason)
         return reason is None
 
-    def _take(self, candidates: Sequence[SearchPoint], number: int, *, again: bool = False) -> None:
-        """Measure rounds, which are added to the earlier ones or, with `again`, replace them."""
+    def _take(self, candidates: Sequence[SearchPoint], number: int) -> None:
+        """Measure rounds, and compare all candidates by all rounds so far."""
         made = self._track.rounds(candidates, number)
+        self._add(made)
         for candidate in candidates:
             found = self.found[candidate]
-            if rates := made.get(candidate):
-                found.rates = [*rates] if again else [*found.rates, *rates]
+            if candidate in made:
                 found.state = "measured"
+                self._fits(candidate)  # checked again with the measured memory
             else:
                 found.state, found.reason = "failed", "failed in a round"
+        self._judge()
+
+    def _add(self, made: Mapping[SearchPoint, Sequence[float]]) -> None:
+        """Add the rates of rounds, scaled to the speed of the machine in the rounds before.
+
+        The candidates that were measured before tell that speed. If there is only one, its rates
+        are not added: they say nothing about itself.
+        """
+        known = {c: self.found[c].rate for c in made if self.found[c].rates}
+        for each in zip(*made.values(), strict=True):
+            number, rates = next(self._numbers), dict(zip(made, each, strict=True))
+            pace = statistics.median([rates[c] / known[c] for c in known] or [1.0])
+            for candidate, rate in rates.items():
+                found = self.found[candidate]
+                found.by_round[number] = rate
+                if candidate not in known or len(known) > 1:
+                    found.rates.append(rate / pace)
+
+    def _ranking(self) -> list[SearchPoint]:
+        """Return the candidates that ran and fit into memory, fastest first."""
+        ran = [c for c, found in self.found.items() if found.state in RAN]
+        return sorted(ran, key=lambda c: -self.found[c].rate)
+
+    def _judge(self) -> None:
+        """Mark the candidates that are slower than another one, directly or through a third one.
+
+        The upper limit of a candidate's speed relative to another one, times the limit of that one
+        relative to a third one, is a limit relative to the third one.
+        """
+        limits: dict[SearchPoint, tuple[float, SearchPoint]] = {}
+        for candidate in self._ranking():
+            found, limit, ahead = self.found[candidate], 1.0, candidate
+            ours = found.by_round
+            for other, (others_limit, others_ahead) in limits.items():
+                theirs = self.found[other].by_round
+                shared = ours.keys() & theirs.keys()
+                _, high = ratio_interval((ours[number], theirs[number]) for number in shared)
+                if high * others_limit < limit:
+                    limit, ahead = high * others_limit, others_ahead
+            limits[candidate] = limit, ahead
+            slower = "slower", f"behind {ahead} by at least {rounded(100 - 100 * limit)}%"
+            found.state, found.reason = slower if limit < 1 else ("measured", "")
 
     def _leave_out(self, candidates: Iterable[SearchPoint], reason: str) -> None:
         for candidate in candidates:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import html
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from ortlab.bench.interleaved import Spread
+from ortlab.bench.interleaved import Spread, ratio_interval
 from ortlab.bench.machine import Machine
 from ortlab.bench.result import origin
 from ortlab.search import rates
+from ortlab.search.prune import RAN
 from ortlab.utils import svg_bars
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table, rounded
@@ -85,6 +86,10 @@ class Result(abc.ABC, Generic[E]):
     def _ahead(self) -> str | None:
         """Return text that names the fastest set-up, or None before anything was measured."""
 
+    @abc.abstractmethod
+    def _tied(self, best: E) -> Iterator[E]:
+        """Yield the other set-ups that may be as fast as the fastest one, by their rounds."""
+
     @property
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of `ortlab.finetune` for the best set-up.
@@ -114,7 +119,10 @@ class Result(abc.ABC, Generic[E]):
         return f"<p><b>{html.escape(self.headline)}</b></p>{picture}{self.table()._repr_html_()}"
 
     def _circumstances(self) -> Iterator[str]:
-        """Yield the last notes of a table: disturbances, machine and date."""
+        """Yield the last notes of a table: ties, disturbances, machine and date."""
+        best = self.best()
+        if best is not None and (tied := "; ".join(each.label for each in self._tied(best))):
+            yield f"Within the noise of {best.label}: {tied}. More rounds may tell them apart."
         yield from self.notes
         if self.machine.busy:
             yield f"machine was busy: load average {self.machine.load:.1f} before the start"
@@ -315,8 +323,19 @@ class RaceResult(Result[Cell]):
 
         A loss that differs from the reference's is left for the reader to judge.
         """
-        timed = [cell for cell in self.cells if cell.spread is not None and cell.finite]
-        return min(timed, key=lambda cell: statistics.median(cell.step_ms), default=None)
+        timed = [
+            (rate.median, cell)
+            for cell in self.cells
+            if cell.finite and (rate := self.samples_per_s(cell)) is not None
+        ]
+        return max(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def _tied(self, best: Cell) -> Iterator[Cell]:
+        for cell in self.cells:
+            if cell is not best and cell.spread is not None and cell.finite:
+                _, high = ratio_interval(zip(best.step_ms, cell.step_ms, strict=False))
+                if high >= 1:
+                    yield cell
 
     # ---- shown -----------------------------------------------------------------------------------
 
@@ -467,9 +486,9 @@ class Row(TrialResult):
     """A candidate of a search.
 
     Attributes:
-        state: "waits", "measured", "left out" or "failed".
+        state: "waits", "measured", "slower", "left out" or "failed".
         reason: Reason of the state.
-        rates: Rate in each round.
+        rates: Rate in each round, corrected for rounds that were slower or faster for all.
         peak_bytes: Memory that a step takes, NaN if unknown.
     """
 
@@ -483,10 +502,15 @@ class Row(TrialResult):
         """Rate per second, the median with quartiles, or None if it was not measured."""
         return Spread.of(self.rates) if self.rates and self.state != "failed" else None
 
+    @property
+    def score(self) -> float:
+        """Rate by which rows are ordered: the median, or 0 if it did not run or does not fit."""
+        return self.spread.median if self.spread is not None and self.state in RAN else 0.0
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Result[Row]):
-    """Results of a search, fastest first.
+    """Results of a search: fastest first, then the candidates that did not run or do not fit.
 
     Attributes:
         rows: Candidates.
@@ -502,9 +526,11 @@ class TuneResult(Result[Row]):
     took_s: float
 
     def best(self) -> Row | None:
-        """Return the fastest measured candidate, or None before anything was measured."""
-        going = [row for row in self.rows if row.state == "measured" and row.rates]
-        return max(going, key=lambda row: statistics.median(row.rates), default=None)
+        """Return the first row, which is the fastest, or None before anything was measured."""
+        return next((row for row in self.rows if row.score), None)
+
+    def _tied(self, best: Row) -> Iterator[Row]:
+        return (row for row in self.rows if row.state == "measured" and row is not best)
 
     def _ahead(self) -> str | None:
         best = self.best()
@@ -523,12 +549,13 @@ class TuneResult(Result[Row]):
             Column("", lambda row: row.state),
             Column("why", lambda row: row.reason),
         ]
-        counts = {s: sum(row.state == s for row in self.rows) for s in ("left out", "failed")}
+        counts = collections.Counter(row.state for row in self.rows)
         unmeasured = sum(not row.rates for row in self.rows)
         notes = [
             f"Optimizer steps of {self.samples} samples, in micro-batches of the given batch size: "
-            f"median and quartiles of the rounds. {len(self.rows)} candidates, {unmeasured} of "
-            f"them never measured; {counts['left out']} left out, {counts['failed']} failed.",
+            "median and quartiles of the rounds, corrected for rounds that were slower or faster "
+            f"for all. {len(self.rows)} candidates, {unmeasured} of them never measured; "
+            f"{counts['slower']} slower, {counts['left out']} left out, {counts['failed']} failed.",
             f"A step may take {memory(self.budget_bytes)}, according to graph or measurement.",
             *self._circumstances(),
         ]

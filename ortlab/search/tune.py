@@ -96,12 +96,12 @@ class Tune(Comparison[TuneResult, Row]):
         )
 
     def _found(self) -> dict[str, Any]:
-        found = list(self._search.found.items())
-        found.sort(key=lambda pair: (pair[1].state != "measured", -pair[1].rate))
+        rows = [self._row(*pair) for pair in list(self._search.found.items())]
+        rows.sort(key=lambda row: -row.score)
         took_s = self._took_s
         if math.isnan(took_s):
             took_s = time.perf_counter() - self._began
-        return {"rows": tuple(self._row(*pair) for pair in found), "took_s": took_s}
+        return {"rows": tuple(rows), "took_s": took_s}
 
     def _row(self, candidate: SearchPoint, found: Found) -> Row:
         chosen = settings_of(candidate, self._feed.samples)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -145,6 +146,29 @@ def test_turns_are_shuffled_and_repeatable() -> None:
     assert all(sorted(order) == sorted(keys) for order in orders)
     assert {order[0] for order in orders} == set(keys)
     assert {order[-1] for order in orders} == set(keys)
+
+
+@pytest.mark.parametrize("rounds", [3, 6, 11])
+def test_interval_of_a_ratio_contains_it_as_often_as_it_says(rounds: int) -> None:
+    """98% of 4000 intervals, within three standard errors; noise that both share has no effect."""
+    made = random.Random(rounds)
+    inside = 0
+    for _ in range(4000):
+        shared = [math.exp(made.gauss(0, 0.5)) for _ in range(rounds)]
+        ours, theirs = ([s * math.exp(made.gauss(0, 0.05)) for s in shared] for _ in range(2))
+        low, high = interleaved.ratio_interval(
+            (0.9 * a, b) for a, b in zip(ours, theirs, strict=True)
+        )
+        inside += low <= 0.9 <= high
+    assert inside / 4000 == pytest.approx(0.98, abs=0.007)
+
+
+def test_interval_needs_three_rounds() -> None:
+    assert interleaved.ratio_interval([(1.0, 2.0)] * 2) == (0.0, math.inf)
+    assert interleaved.ratio_interval([(1.0, 2.0)] * 3) == pytest.approx((0.5, 0.5))
+    # exp(-0.1 +- 6.965 * 0.1 / sqrt(3)), by the t table for two degrees of freedom
+    pairs = [(math.exp(log), 1.0) for log in (-0.2, -0.1, 0.0)]
+    assert interleaved.ratio_interval(pairs) == pytest.approx((0.6052, 1.3528), abs=1e-4)
 
 
 def test_all_train_from_the_same_weights_and_keep_them() -> None:

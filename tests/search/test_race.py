@@ -372,6 +372,27 @@ def test_the_best_has_a_loss_that_is_a_number() -> None:
     assert "not a number" in repr(result)
 
 
+def test_the_best_has_the_highest_rate_in_the_table() -> None:
+    """The median of an even number of rates is not that of their times."""
+    result = made_up(plain=(1.0, (100.0, 50.0)), even=(1.0, (70.0, 72.0)))
+    assert result.best() is result.cells[0]
+    assert "plain is fastest with 60 samples/s" in repr(result)
+
+
+def test_set_ups_within_the_noise_of_the_best_are_named() -> None:
+    """The third is slower by less than rounds differ, but in each of them."""
+    slow = (100.0, 200.0, 150.0, 120.0)
+    result = made_up(
+        plain=(1.0, slow),
+        near=(1.0, (103.0, 196.0, 151.0, 121.0)),
+        behind=(1.0, tuple(1.1 * ms for ms in slow)),
+        none=(math.nan, ()),
+    )
+    assert "Within the noise of plain: near. More rounds" in repr(result)
+    two = made_up(plain=(1.0, (100.0, 100.0)), far=(1.0, (200.0, 200.0)))
+    assert "Within the noise of plain: far." in repr(two), "two rounds tell nothing apart"
+
+
 def test_json_keeps_every_figure() -> None:
     result = made_up(plain=(1.0, (100.0, 120.0)), none=(math.nan, ()))
     stored = json.dumps(result.to_dict(), allow_nan=False)
