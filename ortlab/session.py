@@ -204,7 +204,8 @@ class Session:
         """Wrap the models that a cell bound and bind their names to the wrappers.
 
         Without `names` the trainable modules among the bound values are wrapped, only the outermost
-        of nested ones. Two names of one module share one wrapper.
+        of nested ones. Two names of one module share one wrapper. A model among `names` that is
+        wrapped with the same settings keeps its wrapper.
 
         Args:
             namespace: The user's variables; changed in place.
@@ -220,6 +221,24 @@ class Session:
             EngineUnavailable: If the engine cannot run on this machine.
         """
         return self.wrapped.bind_cell(namespace, bound, names, settings or EngineSettings())
+
+    def leave_cell(
+        self,
+        namespace: wrapped_models.Namespace,
+        bound: Iterable[str],
+        names: Sequence[str] = (),
+    ) -> list[wrapped_models.NotWrapped]:
+        """Record the models of a cell that did not finish; none of them is wrapped.
+
+        Args:
+            namespace: The user's variables.
+            bound: Names that the cell bound, or was going to bind.
+            names: Names to wrap instead, as in `bind_cell`.
+
+        Returns:
+            The models that `bind_cell` would wrap now.
+        """
+        return self.wrapped.leave_cell(namespace, bound, names)
 
     def check_engine(self, name: str) -> None:
         """Check that the engine `name` can run on this machine.

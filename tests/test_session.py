@@ -239,8 +239,12 @@ def test_a_model_is_wrapped_once(session: Session, settings: EngineSettings) -> 
     wrapper = session.wrapped.wrap(Net(), settings)
     with pytest.raises(ValueError, match=f"is already wrapped .engine '{settings.engine}'"):
         session.wrapped.wrap(wrapper, settings)
+    others = settings.replace(fallback=not settings.fallback)
     with pytest.raises(ValueError, match="cannot wrap model: it is already wrapped"):
-        bind(session, "model", model=wrapper)
+        bind(session, "model", model=wrapper, settings=others)
+    report = bind(session, "model", model=wrapper, settings=settings)
+    assert [entry.wrapper for entry in report.wrapped] == [wrapper]
+    assert len(session.wrapped.table()) == 1
 
 
 def test_a_cell_that_runs_again_finds_its_wrapper(session: Session) -> None:

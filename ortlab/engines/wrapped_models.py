@@ -177,13 +177,13 @@ class WrappedModels:
 
     @property
     def left(self) -> list[NotWrapped]:
-        """Values of cells that were not wrapped, as long as their names are bound to them."""
+        """Values of cells that are not wrapped, as long as their names are bound to them."""
         held = self.namespace
         if held is not None:
             self._left = {
                 name: one
                 for name, one in self._left.items()
-                if name in held and one.is_value(held[name])
+                if name in held and one.is_value(held[name]) and self.entry(held[name]) is None
             }
         return list(self._left.values())
 
@@ -284,7 +284,7 @@ class WrappedModels:
     ) -> CellReport:
         """See `Session.bind_cell`."""
         if names:
-            groups = self._named(namespace, names)
+            groups = self._named(namespace, names, settings)
             left: list[NotWrapped] = []
         else:
             groups, left = self._found(namespace, bound)
@@ -297,6 +297,24 @@ class WrappedModels:
         # Release the models of the cell's previous execution now, not at some later collection.
         self._forget_unreachable()
         return CellReport(tuple(entry for entry, _ in wrapped), tuple(left))
+
+    def leave_cell(
+        self, namespace: Namespace, bound: Iterable[str], names: Sequence[str]
+    ) -> list[NotWrapped]:
+        """See `Session.leave_cell`."""
+        if names:
+            named = {name: namespace.get(name) for name in names}
+            groups = [_Group(value, [name]) for name, value in named.items() if is_model(value)]
+        else:
+            groups, _ = self._found(namespace, bound)
+        left = [
+            _left(name, group.module, "belongs to a cell that did not finish")
+            for group in groups
+            if self.unfit(group.module) is None
+            for name in group.names
+        ]
+        self._left |= {one.name: one for one in left}
+        return left
 
     def table(self) -> Table[ModelRow]:
         """Return a table of the wrapped models.
@@ -375,13 +393,17 @@ class WrappedModels:
             left += [_left(name, inner.module, f"is part of {owners[key]}") for name in inner.names]
         return list(groups.values()), left
 
-    def _named(self, namespace: Namespace, names: Sequence[str]) -> list[_Group]:
-        """Return the models that `names` refer to."""
+    def _named(
+        self, namespace: Namespace, names: Sequence[str], settings: EngineSettings
+    ) -> list[_Group]:
+        """Return the models that `names` refer to; those with these settings keep their wrapper."""
         groups: dict[int, _Group] = {}
         for name in dict.fromkeys(names):
             model = model_called(name, namespace)
-            reason = self.unfit(model)
-            if reason is not None:
+            entry = self.entry(model)
+            if entry is not None and entry.settings == resolved(settings)[0]:
+                model = entry.engine.unwrap(model)
+            elif (reason := self.unfit(model)) is not None:
                 raise ValueError(f"cannot wrap {name}: it {reason}")
             groups.setdefault(id(model), _Group(model, [])).names.append(name)
         owners = self._owners(groups.values())
@@ -452,7 +474,12 @@ class WrappedModels:
         for group in groups:
             wrapper = self._wrapper_of(group.module, settings)
             if wrapper is None:
-                wrapper = engine.wrap(group.module, settings)
+                try:
+                    wrapper = engine.wrap(group.module, settings)
+                except Exception as error:
+                    if group.names:
+                        error.add_note(f"raised while wrapping {', '.join(group.names)}")
+                    raise
             entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper), choice)
             made.append((entry, wrapper, group.module))
         for entry, wrapper, module in made:

@@ -70,6 +70,25 @@ def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:
     ]
 
 
+def test_a_cell_that_is_interrupted_names_its_models_below_the_traceback(kernel: Kernel) -> None:
+    kernel("import os, signal\nwrong = True")
+    cell = (
+        "%%ort --engine compile\nmodel = nn.Linear(4, 2)\n"
+        "if wrong:\n"
+        "    asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)\n"
+        "    await asyncio.sleep(60)"
+    )
+    interrupted = kernel.run(cell)
+    kinds = [kind for kind, _ in interrupted.outputs if kind in ("error", "stream")]
+    assert kinds == ["error", "stream"]
+    assert interrupted.text == (
+        "not wrapped, because the cell did not finish: model; run the cell again, or "
+        "%ort wrap model --engine compile\n"
+    )
+    kernel("wrong = False")
+    assert kernel(cell).text == "model runs on engine 'compile'\n"
+
+
 def test_the_table_is_rich(kernel: Kernel) -> None:
     kernel("%%ort --engine eager\nmodel = nn.Linear(4, 2)\ncriterion = nn.MSELoss()")
     (data,) = kernel("%ort").shown

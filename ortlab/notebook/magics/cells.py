@@ -5,9 +5,9 @@ with line numbers that are off by one, and with a display of its own. Instead th
 becomes a string before IPython looks for cell magics, and the tree of the cell is changed:
 
     '%%ort net'                 <- was %%ort net; the line numbers do not change
-    begin(1, 'net', True)
+    begin(1, 'net', ('net',))
     net = make()                <- the body
-    finish(1, ('net',), net)    <- its last expression was net, which is still displayed
+    finish(1, net)              <- its last expression was net, which is still displayed
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ class Calls(ast.NodeTransformer):
             return node
         self._number += 1
         first, *body = node.body
-        begin, _ = self._call("begin", self._number, line, bool(body), at=first)
+        bound = bound_names(node) if body else None
+        begin, _ = self._call("begin", self._number, line, bound, at=first)
         # Without a body, or if help was asked for, `begin` prints everything.
         if not body or asks_for_help(line):
             node.body = [begin]
             return node
         last = body[-1]
-        finish, call = self._call("finish", self._number, bound_names(node), at=last)
+        finish, call = self._call("finish", self._number, at=last)
         if isinstance(last, ast.Expr):
             body.pop()
             call.args.append(last.value)

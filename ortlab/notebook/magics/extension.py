@@ -41,6 +41,8 @@ class Extension:
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("pre_run_cell", self._displays.forget)
         shell.events.register("pre_run_cell", cell_begins)
+        shell.events.register("pre_run_cell", self._magics.cell_started)
+        shell.events.register("post_run_cell", self._magics.cell_ended)
         session.viewers.append(self._displays.show)
         session.waits = True
         warn_once.are_seen()
@@ -56,6 +58,8 @@ class Extension:
         shell.Completer.custom_matchers.remove(self._matcher)
         shell.events.unregister("pre_run_cell", self._displays.forget)
         shell.events.unregister("pre_run_cell", cell_begins)
+        shell.events.unregister("pre_run_cell", self._magics.cell_started)
+        shell.events.unregister("post_run_cell", self._magics.cell_ended)
         session.viewers.remove(self._displays.show)
         session.waits = False
         warn_once.are_seen(by_themselves=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 
 from ortlab.engines import base
+from ortlab.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from ortlab.engines.wrapped_models import CellReport
+    from ortlab.engines.wrapped_models import CellReport, NotWrapped
 
 
 @contextlib.contextmanager
@@ -63,3 +65,25 @@ def print_wrapped(report: CellReport) -> None:
     print("%%ort wrapped nothing: the cell binds no trainable model of its own")
     for skipped in report.left:
         print(f"  {skipped.name} {skipped.reason}")
+
+
+def print_not_wrapped(left: Sequence[NotWrapped], settings: EngineSettings) -> None:
+    """Print which models a cell that did not finish left unwrapped, and how to wrap them.
+
+    Args:
+        left: Result of `Session.leave_cell`; nothing is printed if it is empty.
+        settings: Settings of the cell.
+    """
+    if not left:
+        return
+    names = [one.name for one in left]
+    declared, standing = EngineSettings.declarations(), EngineSettings()
+    options = (
+        f" {declared[name].flag} {shlex.quote(declared[name].show(value))}"
+        for name, value in settings.as_dict().items()
+        if value != standing[name]
+    )
+    print(
+        f"not wrapped, because the cell did not finish: {', '.join(names)}; run the cell again, or "
+        f"%ort wrap {' '.join(names)}{''.join(options)}"
+    )

