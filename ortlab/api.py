@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, overload
 
@@ -116,7 +117,8 @@ def wrap(model: nn.Module, **settings: Unpack[EngineKeywords]) -> nn.Module:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module inside a wrapped model.
 
-    In a notebook every name that is bound to the wrapper is bound to the module again.
+    In a notebook every name that is bound to the wrapper is bound to the module again. A warning
+    names the containers and objects of the user that still refer to the wrapper.
 
     Args:
         model: A wrapped model.
@@ -124,7 +126,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If `model` is not wrapped.
     """
-    return session.wrapped.unwrap(model)
+    original = session.wrapped.unwrap(model)
+    if line := session.wrapped.still_wrapped(model, original):
+        warnings.warn(line, stacklevel=3)
+    return original
 
 
 def models() -> Table[wrapped_models.ModelRow]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ortlab.engines import base
 from ortlab.engines.base import EngineUnavailable, wrapped_model
+from ortlab.engines.holders import holders
 from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import resolved
 from ortlab.settings import AUTO, EngineSettings, unknown_name
@@ -35,6 +36,9 @@ _LOSS = re.compile(r"(?<!With)(?<!And)Loss$")
 _DEEPEST = 8
 _MOST_ITEMS = 100_000
 """Depth and number of items up to which containers are searched for models."""
+
+_MOST_PLACES = 5
+"""Places that still refer to a wrapper, of which a message names so many."""
 
 _MOST_REMARKS = 5
 """Remarks on a model that the table shows."""
@@ -256,6 +260,31 @@ class WrappedModels:
             assert self.namespace is not None
             self.namespace[name] = original
         return original
+
+    def still_wrapped(self, wrapper: nn.Module, original: nn.Module) -> str:
+        """Return a line about the user's objects that refer to a wrapper after `unwrap`.
+
+        An optimizer of the wrapper's parameters is not among them: they are the model's own.
+
+        Args:
+            wrapper: Argument of `unwrap`.
+            original: Result of `unwrap`; on the eager engine it is the wrapper.
+
+        Returns:
+            The places in the user's variables, and what to do; "" if there are none.
+        """
+        if self.namespace is None or wrapper is original:
+            return ""
+        own = {name: value for name, value in self.namespace.items() if is_own_name(name)}
+        # IPython's dictionary of results is the variable `Out`, too.
+        found = holders(wrapper, own, besides=(self.namespace, self.namespace.get("_oh")))
+        if not found:
+            return ""
+        more = f" and {len(found) - _MOST_PLACES} more" if len(found) > _MOST_PLACES else ""
+        return (
+            f"still wrapped: {', '.join(found[:_MOST_PLACES])}{more}; assign the unwrapped model "
+            "there, or create these objects again"
+        )
 
     def configure(self, model: nn.Module, changes: Mapping[str, Any]) -> None:
         """Change settings of a wrapped model from its next call on.

@@ -96,6 +96,6 @@ def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
         assert trainer.wait_over(60)
     for entry in session.wrapped.entries:
         assert entry.wrapper is not None
-        ortlab.unwrap(entry.wrapper)
+        session.wrapped.unwrap(entry.wrapper)
     ortlab.unload_ipython_extension(shell)
     InteractiveShell.clear_instance()

@@ -45,6 +45,7 @@ COMMANDS = {
         Command(
             "unwrap",
             "Bind names to their own modules again.",
+            "Lists, dictionaries and objects that still refer to the wrapper are named.",
             positionals=(Positional("name", "wrapped", "a wrapped model", "+"),),
         ),
         Command(

@@ -50,7 +50,9 @@ class ModelCommands:
             if session.wrapped.entry(model) is None:
                 raise ValueError(f"{name} is not wrapped; %ort lists the wrapped models")
         for model in dict.fromkeys(models):
-            session.wrapped.unwrap(model)
+            original = session.wrapped.unwrap(model)
+            if line := session.wrapped.still_wrapped(model, original):
+                print(line)
 
     def graph(self, given: ParsedCommand) -> Graphs | Stage | Table[tuple[str, int, int]]:
         """Return the graphs of a model, one of them, or the difference between two."""
