@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import shutil
@@ -33,7 +32,7 @@ from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
 from ortlab.history.run_folder import runs_root
 from ortlab.training.memory_advice import available_bytes
-from ortlab.utils import files
+from ortlab.utils import at_exit, files
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Table
 
@@ -96,7 +95,7 @@ class Workers:
         except BaseException:
             self._cluster.stop(kill=True)
             raise
-        atexit.register(self.stop)
+        at_exit.register(self.stop, last=True)
         tell(f"{worker_count(count)} up after {time.monotonic() - began:.1f} s")
 
     def __len__(self) -> int:
@@ -154,7 +153,7 @@ class Workers:
 
     def stop(self) -> None:
         """End the workers; a running call fails. A second call does nothing."""
-        atexit.unregister(self.stop)
+        at_exit.unregister(self.stop)
         self.broken = self.broken or "they were stopped"
         self._cluster.stop()
 
@@ -366,7 +365,7 @@ class Workers:
         return RankDied(f"{reason}; {self._again()}", rank)
 
     def _break(self, reason: str) -> None:
-        atexit.unregister(self.stop)
+        at_exit.unregister(self.stop)
         self.broken = reason
         self._cluster.stop(kill=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -11,6 +10,7 @@ from ortlab.engines.base import wrapped_model
 from ortlab.hf.following import TrainerRun
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
+from ortlab.utils import at_exit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +69,7 @@ class OrtLabCallback(TrainerCallback):
             choice="" if entry is None else entry.choice,
         )
         session.trainers.append(self.run)
-        atexit.register(self._with_python)
+        at_exit.register(self._with_python)
         if _is_idle_fp16(args):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
         session.show(self.run)
@@ -119,7 +119,7 @@ class OrtLabCallback(TrainerCallback):
             why: Reason of a failure whose error is not known.
         """
         if self.run is not None:
-            atexit.unregister(self._with_python)
+            at_exit.unregister(self._with_python)
             self.run.end(error, why)
 
     def _with_python(self) -> None:

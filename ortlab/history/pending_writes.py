@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable
 from typing import Final
 
+from ortlab.utils import at_exit
 from ortlab.utils.threads import Thread
 
 _FIRST_S: Final = 2.0
@@ -62,7 +62,7 @@ class PendingWrites:
             if self._thread is None:
                 self._thread = Thread(self._work, name="ortlab-pending-writes")
                 self._thread.start()
-                atexit.register(self._last_time)
+                at_exit.register(self._last_time, last=True)
         if first:
             self._tell("warning", f"{self.trouble}; it is tried again until there is room")
 
@@ -73,7 +73,7 @@ class PendingWrites:
             with self._lock:
                 if self._repeated():
                     self._thread = None
-                    atexit.unregister(self._last_time)
+                    at_exit.unregister(self._last_time)
                     break
         else:
             return

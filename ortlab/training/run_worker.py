@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import contextvars
 import dataclasses
 import sys
@@ -23,6 +23,7 @@ from ortlab.training.failures import FailurePolicy
 from ortlab.training.run_progress import SLOW_READ_S, RunProgress
 from ortlab.training.run_record import RunRecord
 from ortlab.training.trainer import Trainer
+from ortlab.utils import at_exit
 from ortlab.utils.errors import forget_locals, shorten, users_line
 from ortlab.utils.interrupts import end_in_order, ends_already
 from ortlab.utils.threads import Thread, trim
@@ -97,7 +98,7 @@ class RunWorker:
         earlier = self._record.earlier
         self._control.began = time.perf_counter() - (earlier.time_s if earlier else 0)
         self.thread = Thread(context.run, self._drive, name=f"ortlab-{self._name}")
-        atexit.register(self._end_with_python)
+        at_exit.register(self._end_with_python)
         end_in_order()
         self.thread.start()
 
@@ -190,11 +191,7 @@ class RunWorker:
 
     def _prepare(self, settings: FinetuneSettings) -> Stepper:
         assert self._work is not None
-        stepper = self._work.prepare(settings)
-        # When Python ends, this run must end before what the stepper has started, such as workers.
-        atexit.unregister(self._end_with_python)
-        atexit.register(self._end_with_python)
-        return stepper
+        return self._work.prepare(settings)
 
     def _tell(self, line: str) -> None:
         self._progress.doing = line
@@ -309,10 +306,11 @@ class RunWorker:
             stopping = self._stopping
         if stopping is not None and stopping is not threading.current_thread():
             stopping.join()
-        atexit.unregister(self._end_with_python)
+        at_exit.unregister(self._end_with_python)
         if (trouble := self._record.pending.trouble) is not None:
             told = "it is tried again until there is room, and run.checkpoint(path) saves elsewhere"
-            print(f"{self._name} is {self._progress.ended}, but {trouble}: {told}", flush=True)
+            with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
+                print(f"{self._name} is {self._progress.ended}, but {trouble}: {told}", flush=True)
         self.over.set()
 
     def _keep_state(self) -> None:

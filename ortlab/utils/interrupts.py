@@ -1,4 +1,4 @@
-"""Handling of SIGINT (Ctrl-C, a notebook's stop button) during a wait, and of SIGTERM."""
+"""Handling of SIGINT (Ctrl-C, a notebook's stop button) during a wait, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from types import FrameType
 from typing import Any, Self
 
 _POLL_S = 0.1
+_ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that end a process: by the system or `kill`, and when its terminal is closed."""
 
 
 def end_in_order() -> None:
-    """Make SIGTERM end this process as `sys.exit` does, so that cleanup at exit runs.
+    """Make SIGTERM and SIGHUP end this process as `sys.exit` does, so that cleanup at exit runs.
 
-    By default Python ends immediately. An existing handler is kept. Outside the main thread, where
-    no handler can be set, nothing changes. The exit status is 143, which a shell reports for a
-    process ended by this signal.
+    By default Python ends immediately. An existing handler is kept, and a signal that is ignored
+    (nohup does that) stays so. Outside the main thread, where no handler can be set, nothing
+    changes. The exit status is 143 or 129, which a shell reports for a process ended by the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
+    for number in _ENDS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit)
 
 
 def ends_already() -> None:
-    """Ignore SIGTERM while Python exits: another one would interrupt the waits of the cleanup.
+    """Ignore these signals while Python exits: another one would interrupt the cleanup's waits.
 
-    Jupyter sends it to a kernel that is slow to shut down.
+    Jupyter sends SIGTERM to a kernel that is slow to shut down.
     """
-    if signal.getsignal(signal.SIGTERM) is _exit:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _ENDS:
+        if signal.getsignal(number) is _exit:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _exit(number: int, _: FrameType | None) -> None:

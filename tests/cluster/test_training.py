@@ -479,6 +479,38 @@ def test_python_ends_the_run_before_its_workers(tmp_path: Path) -> None:
     assert "Error" not in done.stderr
 
 
+@pytest.mark.parametrize("said", ["starting 2 workers", "2 workers up after"])
+def test_a_signal_while_workers_start_stops_the_run(said: str, tmp_path: Path) -> None:
+    """The run ends as stopped, and no process or temporary folder is left."""
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import ortlab
+from tests.support.worker_runs import CHOSEN, Network, data
+
+run = ortlab.finetune(Network(), data(), **CHOSEN | dict(workers=2, max_steps=9000))
+while not any({said!r} in event.text for event in run.recorder.events("note")):
+    time.sleep(0.001)
+print(run.folder, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        process.terminate()
+        _, errors = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 143
+    assert "Traceback" not in errors
+    assert RunFolder(folder).read_json("run")["state"] == "stopped"
+    assert list(tmp_path.glob("ortlab-*")) == []
+
+
 def test_a_class_of_a_cell_and_the_options_as_they_are_typed(ip: Typist) -> None:
     """Nothing of the notebook can be imported on a rank."""
     ip(

@@ -756,10 +756,10 @@ run.result()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("waits", [WAITS, SLEEPS], ids=["result", "sleep"])
 def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, waits: str) -> None:
-    """A scheduler's SIGTERM stops the run, and so does Ctrl-C, twice while `result` waits."""
+    """SIGTERM and SIGHUP stop the run, and so does Ctrl-C, twice while `result` waits."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT + waits, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -773,7 +773,37 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
             assert "is still running" in process.stdout.readline()
             process.send_signal(ends)
         process.communicate(timeout=HANGS_S)
-    assert process.returncode == (143 if ends == signal.SIGTERM else -signal.SIGINT)
+    assert process.returncode == (-ends if ends == signal.SIGINT else 128 + ends)
+    folder = RunFolder(tmp_path / "run-1")
+    assert folder.read_json("run")["state"] == "stopped"
+    assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
+# The leader of a session that opens a terminal gets it as its own.
+IN_TERMINAL = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for descriptor in (0, 1, 2):
+    os.dup2(terminal, descriptor)
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals")
+def test_a_closed_terminal_stops_the_run_in_order(tmp_path: Path) -> None:
+    """It sends SIGHUP, and whatever is printed from then on raises OSError."""
+    ours, theirs = os.openpty()
+    program = SCRIPT + SLEEPS.replace("time.sleep", "while True: print(run.step, flush=True)#")
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, os.ttyname(theirs), program, str(tmp_path)],
+        start_new_session=True,
+    )
+    said = b""
+    while b"ready" not in said:
+        said += os.read(ours, 100)
+    os.close(theirs)
+    os.close(ours)
+    process.wait(HANGS_S)
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
     assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
