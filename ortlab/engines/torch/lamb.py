@@ -80,10 +80,12 @@ class Lamb(PlainLamb):
         self.init_group(piece)
         values = [value for p in piece["params"] for value in (p, *self.state[p].values())]
         before = [] if void is None else [value.clone() for value in values]
-        super().step()
-        for parameter in piece["params"]:
-            for name in _DIAGNOSES:
-                del self.state[parameter][name]
+        try:
+            super().step()
+        finally:
+            for parameter in piece["params"]:
+                for name in _DIAGNOSES:
+                    self.state[parameter].pop(name, None)
         if void is not None:
             for value, kept in zip(values, before, strict=True):
                 value.copy_(torch.where(void.bool(), kept, value))

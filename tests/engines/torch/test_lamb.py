@@ -210,6 +210,22 @@ def test_a_state_goes_on_elsewhere() -> None:
     assert_same(state_of(one), state_of(other))
 
 
+def test_a_step_that_fails_leaves_a_state_that_can_be_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (batch,) = data(1)
+    stepper, plain = stepper_for(Net()), lamb.PlainLamb.step
+
+    def failing(optimizer: Any) -> None:
+        plain(optimizer)
+        raise MemoryError
+
+    monkeypatch.setattr(lamb.PlainLamb, "step", failing)
+    with pytest.raises(MemoryError):
+        stepper.step([batch], lr=LR)
+    stepper_for(Net()).load_state_dict(stepper.state_dict())
+
+
 def test_decay_is_adopted() -> None:
     """A new decay applies, to the parameters of a single kind as well."""
     batch, more = data(2)
