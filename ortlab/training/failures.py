@@ -288,6 +288,7 @@ class FailureHandler:
         state.recorder.count  # noqa: B018 - fetches the losses that are still on the device
         step = state.recorder.not_finite_step or state.step
         state.step = step - 1
+        state.evaluated = min(state.evaluated, state.step)  # no weight has changed since
         ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
         rate = f"learning_rate={settings.optim.learning_rate:g}"
         if settings.model.precision == "fp16":

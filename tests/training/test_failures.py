@@ -984,3 +984,20 @@ def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool)
         typed(parts.control.held.advice)
         == f"learning_rate={parts.settings.optim.learning_rate / 10:g}"
     )
+
+
+def test_steps_that_changed_nothing_were_not_evaluated_either() -> None:
+    """On a GPU a loss that is not finite is found late, maybe after an evaluation."""
+    parts = Parts()
+    parts.state.step = parts.state.evaluated = 5
+    parts.recorder.not_finite_step = 3
+    handler = FailureHandler(
+        parts.state,
+        FailurePolicy(),
+        control=parts.control,
+        advisor=memory_advice.MemoryAdvisor(lambda _: None, own_batches=False),
+        proceed=lambda: True,
+    )
+    with pytest.raises(NotFinite, match="not finite at step 3"):
+        handler.raise_not_finite()
+    assert parts.state.step == parts.state.evaluated == 2
