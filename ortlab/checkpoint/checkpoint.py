@@ -18,21 +18,22 @@ shard of model and optimizer, with their SHA-256 (see `ortlab.checkpoint.sharded
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
 
 from ortlab.checkpoint import sharded
+from ortlab.checkpoint.checks import check_values
 from ortlab.checkpoint.nested_values import Packed, memory_of, rebuilt, unpacked
 from ortlab.settings import stored
 from ortlab.utils.environment import environment
@@ -44,13 +45,13 @@ Unit = Literal["samples", "micro-batches"]
 """Unit in which the position in an epoch is counted."""
 _TRAINING = "training."
 _STATE = "state.safetensors"
-_FEW = 3
-_LEAST = {"step": 0, "epoch": 0, "read": 0, "length": 0, "evaluated": -1, "engine_seed": 0}
-"""Integer fields of a `Position` and the smallest value of each."""
-_MOST = 2**53
-"""Upper bound of these integers: float64, which the charts use, is exact up to here."""
-_FORGED = AttributeError, KeyError, OverflowError, RecursionError, TypeError
+_SHARDED = ("model", "optimizer", "loss_scale")
+"""Parts of a checkpoint that several ranks write to files of their own."""
+_FORGED = AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError
 """Exceptions from reading a state whose digest is right, but which `save` did not write."""
+_MOST_TOLD = 200
+"""Characters of such an exception that a message has: a forged value may be of any length."""
+_ANOTHER = "use another checkpoint, such as those in the run's folder"
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,7 @@ class Checkpoint:
                 copies[memory] = tensor.detach().to("cpu", copy=True)
             return copies[memory]
 
-        changed = {
-            name: rebuilt(getattr(self, name), own) for name in ("model", "optimizer", "loss_scale")
-        }
+        changed = {name: rebuilt(getattr(self, name), own) for name in _SHARDED}
         return dataclasses.replace(self, **changed)
 
     def save(self, path: str | Path) -> Path:
@@ -251,14 +250,29 @@ def _is_still(path: Path, before: os.stat_result) -> bool:
 
 def _read_folder(folder: Path) -> Checkpoint:
     found, parts = _read_file(folder / _STATE)
+    with _told_of(folder):
+        outline, digests = dict(parts["outline"]), dict(parts["digests"])
     try:
-        sharded.check(folder, parts["digests"], beside=_STATE)
-        state = sharded.read(folder, parts["outline"])
-        return _checked(dataclasses.replace(found, **state))
-    except _FORGED as error:
-        raise ValueError(f"{folder} is not a checkpoint of ortlab: {error!r}") from error
+        sharded.check(folder, digests, beside=_STATE)
+        tensors = sharded.tensors(folder)
     except (OSError, RuntimeError) as error:  # torch raises it for a file that it cannot map
         raise ValueError(f"{folder} cannot be read: {error}") from error
+    with _told_of(folder):
+        state = {name: unpacked(value, tensors) for name, value in outline.items()}
+        if not state.keys() <= set(_SHARDED):
+            raise ValueError(f"its shards contain {', '.join(map(repr, state.keys() - _SHARDED))}")
+        return _checked(dataclasses.replace(found, **state))
+
+
+@contextlib.contextmanager
+def _told_of(path: Path) -> Iterator[None]:
+    """Name a checkpoint in the error about content that no run has written."""
+    try:
+        yield
+    except _FORGED as error:
+        told = str(error) if isinstance(error, ValueError) else repr(error)
+        told = " ".join(told.split())[:_MOST_TOLD]
+        raise ValueError(f"{path} is not a checkpoint of ortlab: {told}; {_ANOTHER}") from error
 
 
 def _read(path: Path) -> Checkpoint:
@@ -281,22 +295,16 @@ def _read_file(path: Path) -> tuple[Checkpoint, Mapping[str, Any]]:
     # torch maps the file by the size that safetensors read; the file may have been replaced since.
     except (safetensors.SafetensorError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is not a checkpoint, or is incomplete ({error}); use another one, such as "
-            "those in the run's folder"
+            f"{path} is not a checkpoint, or is incomplete ({error}); {_ANOTHER}"
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if _digest(form, text, tensors) != digest:
-        raise ValueError(
-            f"{path} is damaged: its SHA-256 does not match its content; use another checkpoint, "
-            "such as those in the run's folder"
-        )
-    try:
+        raise ValueError(f"{path} is damaged: its SHA-256 does not match its content; {_ANOTHER}")
+    with _told_of(path):
         values = {name: unpacked(value, tensors) for name, value in _pairs(text)}
         parts = values.pop("shards", {})
         return _checkpoint(values), parts
-    except (*_FORGED, ValueError) as error:
-        raise ValueError(f"{path} is not a checkpoint of ortlab: {error!r}") from error
 
 
 def _parts(path: Path, metadata: Mapping[str, str]) -> tuple[int, str, str]:
@@ -338,26 +346,15 @@ def _checkpoint(values: dict[str, Any]) -> Checkpoint:
 
 
 def _checked(found: Checkpoint) -> Checkpoint:
-    """Return `found` with current names of settings, once every part is valid.
+    """Return `found` with current names of settings, once every value is valid.
 
-    Parts of another type or value raise TypeError or ValueError. A matching digest does not prove
-    that ortlab wrote the file.
+    A matching digest does not prove that ortlab wrote the file.
     """
-    for name in ("model", "optimizer", "settings", "versions", "loss_scale"):
-        part = getattr(found, name)
-        if not isinstance(part, Mapping) and not (part is None and name == "loss_scale"):
-            raise TypeError(f"{name} is {type(part).__name__}")
-    for name, least in _LEAST.items():
-        number = getattr(found.position, name)
-        if number is None and name == "length":
-            continue
-        if type(number) is not int:
-            raise TypeError(f"{name} is {type(number).__name__}")
-        if not least <= number < _MOST:
-            raise ValueError(f"{name} is {number}")
-    if found.position.unit not in get_args(Unit):
-        raise ValueError(f"unit is {reprlib.repr(found.position.unit)}")
-    return dataclasses.replace(found, settings=stored.current(found.settings))
+    check_values({**vars(found), **vars(found.position)})
+    settings = stored.current(found.settings)
+    if "orttrainer" not in settings:  # its settings are no run's; see `ORTTrainer.load_checkpoint`
+        stored.check(settings)
+    return dataclasses.replace(found, settings=settings)
 
 
 def _prefix(field: str) -> str:
@@ -371,93 +368,3 @@ def _digest(form: int, text: str, tensors: Mapping[str, torch.Tensor]) -> str:
         found.update(f"{name}\n{tensor.dtype}{list(tensor.shape)}\n".encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def check_model(kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's state dictionary matches the model's.
-
-    Args:
-        kept: State dictionary in the checkpoint.
-        own: State dictionary of the model.
-
-    Raises:
-        ValueError: Names, types or shapes differ; the message names the first ones.
-    """
-    found = [f"{name} is not in the model" for name in kept if name not in own]
-    found += [f"{name} is not in the checkpoint" for name in own if name not in kept]
-    for name in kept:
-        there, here = _form(kept[name]), _form(own.get(name))
-        if name in own and there != here:
-            found.append(f"{name} is {there} in the checkpoint and {here} in the model")
-    if found:
-        more = f", and {len(found) - _FEW} more" if len(found) > _FEW else ""
-        raise ValueError(
-            f"the checkpoint does not match the model: {', '.join(found[:_FEW])}{more}; create the "
-            "model as it was when the checkpoint was saved"
-        )
-
-
-def _form(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def check_optimizer(
-    kept: Mapping[str, Any], own: Mapping[str, Any], parameters: list[tuple[str, torch.Tensor]]
-) -> None:
-    """Check that a checkpoint's optimizer state matches the optimizer's.
-
-    Args:
-        kept: State dictionary of the optimizer in the checkpoint.
-        own: State dictionary of the optimizer.
-        parameters: Names and parameters of the optimizer, in its order.
-
-    Raises:
-        ValueError: Parameter groups or shapes differ; the message names the difference.
-    """
-    states, groups = kept.get("state"), kept.get("param_groups")
-    if not (
-        isinstance(states, Mapping)
-        and all(isinstance(state, Mapping) for state in states.values())
-        and isinstance(groups, list)
-        and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups)
-    ):
-        raise ValueError(
-            "the checkpoint's optimizer state is not in torch's format; use another checkpoint"
-        )
-    there, here = (
-        [len(group["params"]) for group in state["param_groups"]] for state in (kept, own)
-    )
-    if there != here:
-        raise ValueError(
-            f"the checkpoint's optimizer has groups of {there} parameters, and this one of {here}; "
-            "train and freeze the same parameters as the run of the checkpoint"
-        )
-    for number, state in states.items():
-        if number not in range(len(parameters)):
-            raise ValueError(
-                f"the checkpoint's optimizer has state for parameter {number!r}, but there are "
-                f"only {len(parameters)} parameters; use another checkpoint"
-            )
-        check_kept(state, *parameters[number])
-
-
-def check_kept(state: Mapping[str, Any], name: str, parameter: torch.Tensor) -> None:
-    """Check that the optimizer state of one parameter matches it.
-
-    Args:
-        state: State of the parameter, by entry.
-        name: Name of the parameter.
-        parameter: The parameter.
-
-    Raises:
-        ValueError: The shape of an entry differs from the parameter's.
-    """
-    for entry, value in state.items():
-        shaped = isinstance(value, torch.Tensor) and value.dim() > 0
-        if shaped and value.shape != parameter.shape:
-            raise ValueError(
-                f"the checkpoint's optimizer has {entry} of shape {list(value.shape)} for {name}, "
-                f"whose shape is {list(parameter.shape)}; use a checkpoint of this model"
-            )

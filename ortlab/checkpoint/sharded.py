@@ -76,17 +76,30 @@ def read(folder: Path, outline: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: A file is not a safetensors file, or a tensor is missing.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    found = tensors(folder)
+    try:
+        return {name: unpacked(value, found) for name, value in outline.items()}
+    except KeyError as error:
+        raise ValueError(f"{folder} is incomplete: {error} is missing") from None
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in all files of a folder, by name; see `read`.
+
+    Args:
+        folder: Folder of the files.
+
+    Raises:
+        ValueError: A file is not a safetensors file.
+    """
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         try:
             with safetensors.safe_open(path, "pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}); use another checkpoint") from None
-    try:
-        return {name: unpacked(value, tensors) for name, value in outline.items()}
-    except KeyError as error:
-        raise ValueError(f"{folder} is incomplete: {error} is missing") from None
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +189,13 @@ def check(folder: Path, digests: Mapping[str, str], *, beside: str) -> None:
     for name, wanted in digests.items():
         found = ""
         with contextlib.suppress(OSError):
-            if Path(name).name == name:
+            if isinstance(name, str) and Path(name).name == name:
                 found = fingerprint(folder / name)
         if not found or found != wanted:
             what = "damaged (its SHA-256 does not match)" if found else "missing, or not a file"
-            raise ValueError(f"{folder / Path(name).name} is {what}; use another checkpoint")
+            raise ValueError(f"{folder / Path(str(name)).name} is {what}; use another checkpoint")
     if more := {path.name for path in folder.glob(f"*{_SUFFIX}")} - {*digests, beside}:
-        raise ValueError(f"{folder / min(more)} does not belong to the checkpoint in {folder}")
+        raise ValueError(
+            f"{folder / min(more)} does not belong to the checkpoint in {folder}; use another "
+            "checkpoint"
+        )

@@ -7,12 +7,43 @@ here synchronizes with the device, except `LossScale.state_dict`.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ortlab.settings import LOWEST_LOSS_SCALE
+
+_FLOAT32 = torch.finfo(torch.float32)
+_STATE: Mapping[str, tuple[type[float], float, float]] = {
+    "scale": (float, _FLOAT32.tiny, _FLOAT32.max),
+    "growth_factor": (float, 1.0, _FLOAT32.max),
+    "backoff_factor": (float, 0.0, 1.0),
+    "growth_interval": (int, 0, 2**31),
+    "_growth_tracker": (int, -1, 2**31),
+}
+"""Entries of GradScaler's state: type, and the bounds that a value lies between."""
+
+
+def check_loss_scale(state: Mapping[str, Any] | None) -> None:
+    """Check the state of a loss scale in a checkpoint.
+
+    Args:
+        state: Result of `LossScale.state_dict`, or None for the initial scale.
+
+    Raises:
+        ValueError: An entry is missing, or is not a value that a loss scale has.
+    """
+    if state is None:
+        return
+    for name, (kind, least, most) in _STATE.items():
+        value: Any = state.get(name)
+        if type(value) is not kind or not least < value < most:
+            raise ValueError(
+                f"the checkpoint's loss scale has {name}={reprlib.repr(value)}; use another "
+                "checkpoint, such as those in the run's folder"
+            )
 
 
 def held_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,8 @@ import onnx
 import torch
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import (
-    Checkpoint,
-    Position,
-    check_kept,
-    check_model,
-    check_optimizer,
-)
+from ortlab.checkpoint.checkpoint import Checkpoint, Position
+from ortlab.checkpoint.checks import check_kept, check_model, check_optimizer
 from ortlab.deploy.call import ModelCall
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
 from ortlab.engines.ortmodule.engine import execution_of, reseed
@@ -38,6 +34,16 @@ from ortlab.utils.rng import RandomStates
 
 _STATE = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2", "step": "Update_Count"}
 """Names of an optimizer's state in torch, with ORT's names for them."""
+_OPTIMIZERS = {"SGDOptimizer": "sgd", "AdamOptimizer": "adamw", "LambOptimizer": "lamb"}
+"""Names of ORT's optimizers, with those of the setting ``optimizer``."""
+
+
+def _settings_of(path: str | Path, found: Checkpoint) -> tuple[dict[str, Any], float]:
+    """Return the user's values and the learning rate of an ORTTrainer's checkpoint."""
+    user_dict, lr = found.settings["orttrainer"], found.settings.get("learning_rate")
+    if isinstance(user_dict, dict) and isinstance(lr, int | float) and math.isfinite(lr):
+        return user_dict, lr
+    raise ValueError(f"{path} is not a checkpoint of an ORTTrainer; use another checkpoint")
 
 
 @dataclass
@@ -364,18 +370,22 @@ class ORTTrainer:
         found = Checkpoint.load(path)
         if "orttrainer" not in found.settings:
             raise ValueError(f"{path} is a run's checkpoint; pass it to finetune as resume_from")
+        user_dict, lr = _settings_of(path, found)
         weights = self._fitting(found.model, strict)
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = self._optimizer.param_groups
         trained = [(names[id(p)], p) for group in groups for p in group["params"]]
-        check_optimizer(found.optimizer, self._optimizer.state_dict(), trained)
+        own, kind = self._optimizer.state_dict(), _OPTIMIZERS[self.optim_config.name]
+        check_optimizer(found.optimizer, own, trained, kind)
+        kept = zip(own["param_groups"], found.optimizer["param_groups"], strict=True)
         self.model.load_state_dict(weights)
-        self._optimizer.load_state_dict(dict(found.optimizer))
-        self.optim_config.lr = found.settings["learning_rate"]
+        self._optimizer.load_state_dict(
+            {**found.optimizer, "param_groups": [here | there for here, there in kept]}
+        )
+        self.optim_config.lr = lr
         self._count({"optimization_step": found.position.step, "step": found.position.read})
         found.position.random.give_back()
         reseed(found.position.engine_seed)
-        user_dict: dict[str, Any] = found.settings["orttrainer"]
         return user_dict
 
     def save_as_onnx(self, path: str | Path) -> None:

@@ -41,3 +41,18 @@ def current_engine(name: Any, values: Mapping[str, Any]) -> Any:
         values: Stored settings of the same run.
     """
     return SAME_ENGINE.get(name, name) if _FORMER in values and isinstance(name, str) else name
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Check the stored settings that this version has.
+
+    Args:
+        values: Current name -> value.
+
+    Raises:
+        ValueError: A value has another type than its setting, is out of bounds or is not a choice.
+    """
+    known = FinetuneSettings.declarations()
+    for name, value in values.items():
+        if name in known:
+            known[name].check(value)

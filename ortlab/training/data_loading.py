@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ortlab.checkpoint.checkpoint import Order, Position, Unit
 from ortlab.engines import compatibility
@@ -95,8 +95,9 @@ class Batches:
     these are the items, ``size`` is None, and ``own`` says why. ``length`` is the number of items
     in an epoch; None if unknown before it is read. ``generators`` are the generators from which the
     user's loader draws its order, if it has its own. ``workers_stay`` is True if the loader's
-    workers outlive an epoch, and ``once`` if the data can be read only once. ``names(n, places)``
-    names the samples of a Dataset at these places of epoch `n`.
+    workers outlive an epoch, and ``once`` if the data can be read only once. ``exact`` is True if
+    no epoch has more items than ``length``; a loader of an IterableDataset may have, for example.
+    ``names(n, places)`` names the samples of a Dataset at these places of epoch `n`.
     """
 
     open: Callable[[int, int], Read]
@@ -106,6 +107,7 @@ class Batches:
     generators: tuple[torch.Generator, ...] = ()
     workers_stay: bool = False
     once: bool = False
+    exact: bool = False
     names: Callable[[int, Sequence[int]], str] | None = None
 
     def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
@@ -156,7 +158,8 @@ class Batches:
         """Return the epoch of a position as it began then, from that position on.
 
         The items before the position are read again and dropped; for a Dataset that is batched here
-        they are skipped without a read. The random states change.
+        they are skipped without a read. The random states change; if the data cannot be read, the
+        generators of the loader keep theirs.
 
         Args:
             position: Position of a checkpoint.
@@ -165,12 +168,20 @@ class Batches:
             The rest of the epoch.
         """
         assert position.order is not None
-        if self.workers_stay and position.epoch > 0:
-            self.open(0, 0)  # such a loader draws its workers' seed only in its first epoch
-        position.order.random.give_back()
-        for generator, state in zip(self.generators, position.order.generators, strict=True):
+        before = [each.get_state() for each in self.generators]
+        try:
+            if self.workers_stay and position.epoch > 0:
+                self.open(0, 0)  # such a loader draws its workers' seed only in its first epoch
+            position.order.random.give_back()
+            self._set_generators(position.order.generators)
+            return self.epoch(position.epoch, position.read)
+        except BaseException:
+            self._set_generators(before)
+            raise
+
+    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
             generator.set_state(state)
-        return self.epoch(position.epoch, position.read)
 
 
 def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) -> Batches:
@@ -223,16 +234,26 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
         "the loader's batch_size"
     )
     _warn_of_batch_size(data, settings.data.batch_size, own)
-    stay = getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
     return Batches(
         _reader(data, "micro-batches"),
         length,
         None,
         own,
         _generators(data),
-        workers_stay=stay,
+        workers_stay=_workers_stay(data),
         once=isinstance(data, Iterator),
+        exact=_is_exact(data),
     )
+
+
+def _workers_stay(data: Any) -> bool:
+    return getattr(data, "persistent_workers", False) and getattr(data, "num_workers", 0) > 0
+
+
+def _is_exact(data: Any) -> bool:
+    if isinstance(data, DataLoader):
+        return not isinstance(data.dataset, IterableDataset)
+    return isinstance(data, Sequence)
 
 
 def _reader(data: Any, unit: Unit) -> Callable[[int, int], Read]:
@@ -381,7 +402,7 @@ def _batched(data: Any, length: int | None, settings: DataSettings, *, shuffle: 
         given = order(number)
         return f"{_told([given[place] for place in places])} of the {type(data).__name__}"
 
-    return Batches(begin, length, settings.batch_size, names=names)
+    return Batches(begin, length, settings.batch_size, exact=True, names=names)
 
 
 def _shuffled(length: int, seed: int, epoch: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import Checkpoint, check_model
+from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, Stepper, tell
 from ortlab.engines.losses import loss_function
@@ -25,6 +25,7 @@ from ortlab.training.data_loading import of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Beginning, Earlier
 from ortlab.training.run import Run
+from ortlab.training.training_state import check_state
 
 if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
@@ -233,7 +234,7 @@ class RunStarter:
             raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
         self._registry.check_free(original)
         if request.checkpoint is not None:
-            check_model(request.checkpoint.model, original.state_dict())
+            check_state(request.checkpoint, original, chosen.settings)
         engine_for(chosen.settings)
         if chosen.settings.parallel.elsewhere:
             self._services.check_workers(original, chosen.loss)

@@ -164,8 +164,8 @@ class Trainer:
         return self._state.checkpoint()
 
     def state(self) -> Checkpoint:
-        """Return a checkpoint without a copy. See `TrainingState.snapshot`."""
-        return self._state.snapshot()
+        """Return `TrainingState.snapshot`; before the start, the checkpoint to resume from."""
+        return self._begin or self._state.snapshot()
 
     def keep_in_read(self) -> None:
         """Save a checkpoint while `Control.kept_in_read` keeps the loop in a read of data.
@@ -208,15 +208,15 @@ class Trainer:
 
     def _resume(self) -> Epoch | None:
         """Load the checkpoint that the run resumes from, and return the rest of its epoch."""
-        state, begin, self._begin = self._state, self._begin, None
+        state, begin, data = self._state, self._begin, None
         if begin is None:
             return None
-        data = None
-        state.load(begin)
-        state.remember(begin)
+        # The data first: if it ends before the position, the model still has its own weights.
         if state.order is not None and not state.done:
             data = state.train.again(begin.position)
-            begin.position.random.give_back()
+        state.load(begin)
+        self._begin = None
+        state.remember(begin)
         state.drawn = None
         return data
 

@@ -6,15 +6,19 @@ import dataclasses
 import math
 
 import numpy as np
+from torch import nn
 
 from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position, Unit
+from ortlab.checkpoint.checks import check_model, check_optimizer
 from ortlab.engines.base import Stepper
+from ortlab.engines.loss_scale import check_loss_scale
+from ortlab.engines.torch.stepper import trained_groups
 from ortlab.metrics.recorder import Event, Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training.control import Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.schedule import total_steps
-from ortlab.utils.rng import RandomStates
+from ortlab.utils.rng import RandomStates, is_torch_state
 
 _FIXED = ("seed", "optimizer")
 
@@ -199,6 +203,28 @@ class TrainingState:
         self.recorder.event(event)
 
 
+def check_state(begin: Checkpoint, model: nn.Module, settings: FinetuneSettings) -> None:
+    """Check that a model, its optimizer and its loss scale can load a checkpoint.
+
+    A stepper checks that too, but once it exists, the model may be on another device and workers
+    may have started.
+
+    Args:
+        begin: The checkpoint.
+        model: The user's model.
+        settings: Settings of the new run.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    check_model(begin.model, model.state_dict())
+    groups = trained_groups(model)
+    own = {"param_groups": [{"params": group} for group in groups]}
+    parameters = [each for group in groups for each in group]
+    check_optimizer(begin.optimizer, own, parameters, settings.optim.optimizer)
+    check_loss_scale(begin.loss_scale)
+
+
 def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Position:
     """Return the position in `data` at which a run continues from a checkpoint.
 
@@ -241,7 +267,34 @@ def place(begin: Checkpoint, data: Batches, settings: FinetuneSettings) -> Posit
             f"the loader has {len(data.generators)} generators of its own, but the checkpoint's "
             f"had {len(order.generators)}; create the loader as it was created then"
         )
+    if fault := _fault(begin, data):
+        raise ValueError(
+            f"the checkpoint's position is not one of a run: {fault}; use another checkpoint, such "
+            "as those in the run's folder"
+        )
     return position
+
+
+def _fault(begin: Checkpoint, data: Batches) -> str:
+    """Return what a position has that no run on `data` has; "" for nothing."""
+    place, order = begin.position, begin.position.order
+    length = place.length if place.length is not None and data.exact else math.inf
+    most = place.read + (place.epoch * length if place.epoch else 0)
+    if place.read > length:
+        return f"{place.read} of {count_of(place.length, place.unit)} are read"
+    if place.step > most:
+        return f"{place.step} steps have read {most} {place.unit}"
+    # The number of epochs may have been lowered in the run, but each epoch has a step.
+    if place.epoch > max(place.step, begin.settings.get("num_train_epochs", 0)):
+        return f"epoch {place.epoch} after {place.step} steps"
+    if place.read and order is None:
+        return f"the order of the {count_of(place.read, place.unit)} that were read is missing"
+    if order is not None and not all(
+        is_torch_state(state, generator.device)
+        for state, generator in zip(order.generators, data.generators, strict=True)
+    ):
+        return "the random state of a generator of the loader is not valid"
+    return ""
 
 
 def count_of(length: int | None, unit: Unit) -> str:

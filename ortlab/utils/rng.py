@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+_WORDS = 624
+"""Words in the table of a Mersenne Twister, the generator of Python, numpy and torch on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,22 @@ class RandomStates:
         for device, state in zip(range(torch.cuda.device_count()), self.devices, strict=False):
             torch.cuda.set_rng_state(state, device)
 
+    def check(self) -> None:
+        """Check the states without setting them on the global generators.
+
+        Raises:
+            ValueError: A generator cannot have its state.
+        """
+        valid = {
+            "python": _is_python_state(self.python),
+            "numpy": _is_numpy_state(self.array),
+            "torch": is_torch_state(self.host),
+            "CUDA": isinstance(self.devices, list) and all(map(_is_cuda_state, self.devices)),
+        }
+        for name, is_valid in valid.items():
+            if not is_valid:
+                raise ValueError(f"the random state of {name} is not valid")
+
     def same_as(self, other: RandomStates) -> bool:
         """Return True if both states are equal, so that nothing was drawn between them.
 
@@ -50,6 +71,74 @@ class RandomStates:
             and torch.equal(self.host, other.host)
             and all(map(torch.equal, self.devices, other.devices))
         )
+
+
+# A table of zeros yields zeros only, from which drawing a normal number would never end. numpy and
+# torch read beyond the end of the table if the place is there, since they check it too little.
+
+
+def _is_python_state(state: Any) -> bool:
+    if not _has_types(state, int, tuple, float | None):
+        return False
+    made = random.Random()
+    try:
+        made.setstate(state)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    _, words, normal = state
+    return made.getstate() == state and any(words[1:_WORDS]) and math.isfinite(normal or 0.0)
+
+
+def _is_numpy_state(state: Any) -> bool:
+    if not _has_types(state, str, np.ndarray, int, int, float):
+        return False
+    kind, words, place, has_normal, normal = state
+    return (
+        (kind, words.dtype, words.shape) == ("MT19937", np.uint32, (_WORDS,))
+        and 0 <= place <= _WORDS
+        and has_normal in (0, 1)
+        and math.isfinite(normal)
+        and bool(words[1:].any())
+    )
+
+
+def is_torch_state(state: Any, device: torch.device | str = "cpu") -> bool:
+    """Return whether a generator of torch can have a state.
+
+    Args:
+        state: The state.
+        device: Device of the generator.
+    """
+    made = torch.Generator(device)
+    try:
+        made.set_state(state)
+    except (RuntimeError, TypeError):
+        return False
+    if made.device.type != "cpu":
+        return True
+    # CPUGeneratorImplStateLegacy in torch's CPUGeneratorImpl.cpp: seed, words left plus one,
+    # whether it is seeded, place of the next word, table.
+    raw = made.get_state().numpy().tobytes()
+    _, left, _, place, *words = struct.unpack_from(f"=QiiQ{_WORDS}Q", raw)
+    return left + place <= _WORDS + 1 and any(words[1:])
+
+
+def _is_cuda_state(state: Any) -> bool:
+    """Return whether a CUDA device can have a state, without initializing CUDA.
+
+    It is a seed and an offset of 8 bytes each (torch's CUDAGeneratorImpl.cpp).
+    """
+    return (
+        isinstance(state, torch.Tensor)
+        and (state.dtype, state.shape) == (torch.uint8, (16,))
+        and int(state[8]) % 4 == 0  # the lowest byte of the offset
+    )
+
+
+def _has_types(state: Any, *types: Any) -> bool:
+    return (
+        isinstance(state, tuple) and len(state) == len(types) and all(map(isinstance, state, types))
+    )
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import random
@@ -21,11 +22,13 @@ from torch import nn
 
 import ortlab
 from ortlab import ORTTrainer, ORTTrainerOptions, optim
+from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import NotFinite
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.orttrainer.description import Description
 from ortlab.orttrainer.trainer import TrainStepInfo
+from ortlab.utils.rng import RandomStates
 from tests.support import tiny
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -519,6 +522,58 @@ def test_state_dict_and_back() -> None:
     other.load_state_dict(part, strict=False)
     assert not other.model[0].bias.any()
     assert other.model[0].weight.any()
+
+
+def with_lr(kept: Checkpoint, lr: Any) -> Checkpoint:
+    return dataclasses.replace(kept, settings={**kept.settings, "learning_rate": lr})
+
+
+def with_group(kept: Checkpoint, **options: Any) -> Checkpoint:
+    (group,) = kept.optimizer["param_groups"]
+    return dataclasses.replace(
+        kept, optimizer={**kept.optimizer, "param_groups": [{**group, **options}]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kept: with_lr(kept, math.nan), "is not a checkpoint of an ORTTrainer"),
+        (lambda kept: with_lr(kept, "x"), "is not a checkpoint of an ORTTrainer"),
+        (lambda kept: with_group(kept, betas="xx"), "has 'xx' as option 'betas'; use another"),
+        (lambda kept: with_group(kept, lr=-1.0), "has -1.0 as option 'lr'; use another"),
+        (lambda kept: kept.optimizer["state"][0].pop("step") and kept, r"has \['exp_avg', "),
+        (
+            lambda kept: kept.position.random.host.zero_().sum() == 0 and kept,
+            "the random state of torch is not valid; use another",
+        ),
+    ],
+)
+def test_a_forged_checkpoint_changes_nothing(tmp_path: Path, change: Any, message: str) -> None:
+    first, second = (trainer(net(), optim.AdamConfig(lr=0.1)) for _ in range(2))
+    for batch in batches(3):
+        first.train_step(*batch)
+    path = first.save_checkpoint(tmp_path / "forged.safetensors")
+    change(Checkpoint.load(path).copy()).save(path)
+    drawn = RandomStates.now()
+    with pytest.raises(ValueError, match=message):
+        second.load_checkpoint(path)
+    assert RandomStates.now().same_as(drawn)
+    assert second.optim_config.lr == 0.1
+    assert second.state_dict()["optimizer"] == {}
+    assert torch.equal(second.model[0].weight, net()[0].weight)
+
+
+def test_a_checkpoint_of_another_version_of_torch(tmp_path: Path) -> None:
+    """An option that its optimizer did not have is this one's."""
+    first, second = (trainer(net(), optim.AdamConfig(lr=0.1)) for _ in range(2))
+    data = list(batches(4))
+    for batch in data[:3]:
+        first.train_step(*batch)
+    kept = Checkpoint.load(first.save_checkpoint(tmp_path / "old.safetensors"))
+    del kept.optimizer["param_groups"][0]["betas"]
+    second.load_checkpoint(kept.save(tmp_path / "older.safetensors"))
+    assert torch.equal(second.train_step(*data[3])[0], first.train_step(*data[3])[0])
 
 
 def test_nothing_is_saved_in_the_middle_of_a_step(tmp_path: Path) -> None:

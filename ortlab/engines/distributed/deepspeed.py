@@ -25,7 +25,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import check_model, check_optimizer
+from ortlab.checkpoint.checks import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, Report, StateBytes
 from ortlab.engines.compatibility import DEEPSPEED
@@ -536,7 +536,8 @@ class DeepSpeedStepper(TorchStepper):
         zero, kept = self._processes, state["optimizer"]
         layout = zero.layout
         check_model(state["model"], layout.forms())
-        check_optimizer(kept, {"param_groups": layout.param_groups()}, layout.named())
+        own = {"param_groups": layout.param_groups()}
+        check_optimizer(kept, own, layout.named(), self._kind)
         layout.check_moments(kept["state"])
         zero.set_weights(state["model"])
         zero.set_moments(kept["state"])

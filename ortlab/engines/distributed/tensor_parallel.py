@@ -381,7 +381,7 @@ class TensorRanks(Ranks):
                 name.replace("parametrizations.", "").removesuffix(".original")
                 if self._layers.shard_of(p) is not None
                 else name,
-                torch.empty(self._layers.whole_shape(p), device="meta"),
+                torch.empty(self._layers.whole_shape(p), dtype=p.dtype, device="meta"),
             )
             for name, p in super().whole_parameters(parameters)
         ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import check_model, check_optimizer
+from ortlab.checkpoint.checks import check_model, check_optimizer
 from ortlab.engines import batch as batches
 from ortlab.engines.base import (
     Batch,
@@ -29,7 +29,7 @@ from ortlab.engines.base import (
     StateBytes,
     StepResult,
 )
-from ortlab.engines.loss_scale import LossScale, held_part
+from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.settings import EngineSettings, FinetuneSettings
 
@@ -114,15 +114,15 @@ def optimizer_for(
     Raises:
         ValueError: If no parameter requires a gradient.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("no parameter of the model requires a gradient: nothing to train")
-    kinds = [[p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]]
     groups = [
-        {"params": params, "weight_decay": decay_of(params[0], settings.optim.weight_decay)}
-        for params in kinds
-        if params
+        {
+            "params": [p for _, p in named],
+            "weight_decay": decay_of(named[0][1], settings.optim.weight_decay),
+        }
+        for named in trained_groups(module)
     ]
+    if not groups:
+        raise ValueError("no parameter of the model requires a gradient: nothing to train")
     if settings.optim.optimizer == "sgd":
         return processes.optimizer(
             torch.optim.SGD, groups, lr=settings.optim.learning_rate, momentum=0.9, fused=True
@@ -134,6 +134,18 @@ def optimizer_for(
     return processes.optimizer(
         torch.optim.AdamW, groups, lr=settings.optim.learning_rate, fused=True
     )
+
+
+def trained_groups(module: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return the names and parameters of each group of `optimizer_for`: matrices, then the others.
+
+    Args:
+        module: Module whose parameters are trained.
+    """
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = [(name, p) for name, p in trained if p.dim() >= 2]
+    others = [(name, p) for name, p in trained if p.dim() < 2]
+    return [group for group in (matrices, others) if group]
 
 
 def decay_of(parameter: torch.Tensor, weight_decay: float) -> float:
@@ -217,6 +229,7 @@ class TorchStepper:
         self._autocast = autocast
         self._reseed = reseed
         self._optimizer = optimizer_for(module, settings, self._processes)
+        self._kind = settings.optim.optimizer
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
         self._scale = (
@@ -400,7 +413,10 @@ class TorchStepper:
         """See `Stepper.load_state_dict`."""
         kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
         check_model(state["model"], self._processes.weights())
-        check_optimizer(kept, whole, self._processes.whole_parameters(self._parameters))
+        named = self._processes.whole_parameters(self._parameters)
+        check_optimizer(kept, whole, named, self._kind)
+        if self._scale is not None:
+            check_loss_scale(state["loss_scale"])
         self._processes.take_weights(state["model"])
         states = {
             number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
