@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import safetensors.torch
 import torch
 
 from ortlab.checkpoint.nested_values import Packed, unpacked
+from ortlab.utils import scratch
 
 _SUFFIX = ".safetensors"
 
@@ -121,10 +121,10 @@ class Shards:
         Args:
             within: Parent of the new folder.
         """
-        return Path(tempfile.mkdtemp(prefix="state-", dir=within))
+        return scratch.folder("state", within)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        weakref.finalize(self, scratch.remove, self.folder)
 
     def keep(self, folder: Path) -> dict[str, str]:
         """Link or copy the files to another folder, with mode 0600, and sync them to disk.

@@ -12,10 +12,8 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Coroutine, Mapping
@@ -25,7 +23,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from ortlab.settings import unknown_name
-from ortlab.utils import contention
+from ortlab.utils import contention, scratch
 from ortlab.utils.threads import Thread
 
 T = TypeVar("T")
@@ -70,7 +68,7 @@ class Cluster:
             _check_profile(ipp, profile)
             self._cluster = ipp.Cluster(profile=profile, config=_config({}), **common)
         else:
-            self._folder = Path(tempfile.mkdtemp(prefix="ortlab-workers-"))
+            self._folder = scratch.folder("workers")
             _encrypt(self._folder)
             self._embedded = {
                 # Engines can import whatever this process can.
@@ -150,7 +148,7 @@ class Cluster:
         self._thread.join()
         self._loop.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            scratch.remove(self._folder)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` in the thread whose event loop ipyparallel's launchers use."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +30,7 @@ from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
 from ortlab.history.run_folder import runs_root
 from ortlab.training.memory_advice import available_bytes
-from ortlab.utils import at_exit, files
+from ortlab.utils import at_exit, files, scratch
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Table
 
@@ -256,7 +254,7 @@ class Workers:
         try:
             self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            scratch.remove(folder)
             raise
         return Group(backend, folder)
 
@@ -265,7 +263,7 @@ class Workers:
             if self.broken is None:
                 self.run(on_rank.leave_group)
         finally:
-            shutil.rmtree(group.folder, ignore_errors=True)
+            scratch.remove(group.folder)
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -387,12 +385,12 @@ class Workers:
     def _meeting_place(self) -> Path:
         """Return a new private folder that every rank can read."""
         if self.local:
-            return Path(tempfile.mkdtemp(prefix="ortlab-group-"))
+            return scratch.folder("group")
         home = files.private(runs_root().parent)
-        folder = Path(tempfile.mkdtemp(prefix="group-", dir=home))
+        folder = scratch.folder("group", home)
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
             if not seen:
-                folder.rmdir()
+                scratch.remove(folder)
                 raise RuntimeError(
                     f"rank {rank} on {self._ranks[rank].host} cannot read {home}; set ORTLAB_HOME "
                     "to a folder that all hosts share"

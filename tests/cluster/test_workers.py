@@ -156,7 +156,7 @@ def test_every_socket_is_on_loopback_and_listed(two: Workers) -> None:
 
 
 def test_its_files_are_private(two: Workers) -> None:
-    (folder,) = Path(tempfile.gettempdir()).glob("ortlab-workers-*")
+    (folder,) = Path(tempfile.gettempdir()).glob("ortlab-scratch-workers-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     keys = list((folder / "security").glob("*.json"))
     assert keys
@@ -539,9 +539,9 @@ def test_a_profile_s_workers_may_be_on_another_host(
     home = Path(os.environ["ORTLAB_HOME"])  # shared by all hosts
     with workers.rendezvous():
         assert workers.run(total, 1.0) == [3.0, 3.0]
-        (group,) = home.glob("group-*")
+        (group,) = home.glob("ortlab-scratch-group-*")
         assert group.stat().st_mode & 0o777 == 0o700
-    assert not list(home.glob("group-*"))
+    assert not list(home.glob("ortlab-scratch-group-*"))
     typist("%ort workers stop")
     assert eventually(lambda: family(os.getpid()) == here)
 
