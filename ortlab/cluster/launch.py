@@ -24,6 +24,7 @@ import psutil
 
 from ortlab.settings import unknown_name
 from ortlab.utils import contention, scratch
+from ortlab.utils.files import write_private
 from ortlab.utils.threads import Thread
 
 T = TypeVar("T")
@@ -233,7 +234,7 @@ def _encrypt(folder: Path) -> None:
     """
     key = secrets.token_hex(32).encode()
     chosen = f"c.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
-    (folder / "ipcontroller_config.py").write_text(chosen, encoding="utf-8")
+    write_private(folder / "ipcontroller_config.py", chosen.encode())
 
 
 def _check_profile(ipp: Any, name: str) -> None:
