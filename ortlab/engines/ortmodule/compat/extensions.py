@@ -309,6 +309,7 @@ def python_header() -> Path:
 def _addresses(extension: Extension) -> dict[str, int]:
     path = extension.path()
     if not path.exists():
+        _compiler_for(extension)  # says what is missing
         raise OrtUnavailable(f"{extension.title} is not built", "Run ortlab doctor --build")
     _refuse_shared(path.parent)
     try:
@@ -331,13 +332,7 @@ def _build(extension: Extension, on_progress: Progress | None) -> None:
     if path.exists():
         _refuse_shared(path.parent)
         return
-    command = compiler()
-    if command is None:
-        raise OrtUnavailable(
-            f"{extension.title} must be built once, but no C++ compiler was found", COMPILER_FIX
-        )
-    if extension.python and not python_header().exists():
-        raise OrtUnavailable(f"Python's header {python_header()} is missing", HEADERS_FIX)
+    command = _compiler_for(extension)
     _prepare(path.parent)
     with _locked(extension, tell):
         if not path.exists():
@@ -348,6 +343,18 @@ def _build(extension: Extension, on_progress: Progress | None) -> None:
             began = time.perf_counter()
             _compile(extension, command, path)
             tell(f"built {extension.title} in {time.perf_counter() - began:.0f} s")
+
+
+def _compiler_for(extension: Extension) -> list[str]:
+    """Return the command of the compiler; raise OrtUnavailable if something is missing."""
+    command = compiler()
+    if command is None:
+        raise OrtUnavailable(
+            f"{extension.title} must be built once, but no C++ compiler was found", COMPILER_FIX
+        )
+    if extension.python and not python_header().exists():
+        raise OrtUnavailable(f"Python's header {python_header()} is missing", HEADERS_FIX)
+    return command
 
 
 def _prepare(folder: Path) -> None:

@@ -452,7 +452,7 @@ def _onnx_type(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _ready() -> None:
-    """Register the runner of the nodes with ORT; build it if this machine has none yet."""
+    """Register the runner of the nodes with ORT."""
     address = extensions.load_interop()
     _ort().register_forward_runner(address)
     _ort().register_backward_runner(address)
