@@ -129,7 +129,8 @@ def complete(run: Run) -> None:
     assert read.environment
     assert read.metrics.torn == 0
     assert read.metrics.rows[:, INDEX["step"]].tolist() == list(range(1, STEPS + 1))
-    assert read.metrics.events[-1].text == "finished"
+    states = [event.text for event in read.metrics.events if event.kind == "state"]
+    assert states == ["starting", "running", "finished"]
     assert Checkpoint.load(run.folder / "checkpoints" / "final.safetensors").position.step == STEPS
 
 
