@@ -101,24 +101,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 def test_a_run_ends_whenever_the_disk_becomes_full(
     disk: Path, tmp_path: Path, undisturbed: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn = random.Random(1)
+    drawn, waited = random.Random(1), 0
     for point in (0, 2 * STEPS - 1, *(drawn.randrange(2 * STEPS) for _ in range(18))):
         model = network()
         run = ortlab.finetune(model, samples(disk, point), **CHOSEN, save_steps=5)
         result = run.result(HANGS_S)
         assert (result.state, result.steps) == ("finished", STEPS), point
         assert torch.equal(weights(model), undisturbed), point
-        assert not saved(run), point
-        told = rf"{run.name} is finished, but not saved yet: the last checkpoint.*No space.*"
-        assert re.search(told, capsys.readouterr().out), point
-        assert any("not saved yet" in badge for badge in run.status().badges)
-        elsewhere = run.checkpoint(tmp_path / f"elsewhere-{point}")
-        assert Checkpoint.load(elsewhere).position.step == STEPS
+        # An older checkpoint that is deleted after the disk is full may make room for the last.
+        if not saved(run):
+            waited += 1
+            told = rf"{run.name} is finished, but not saved yet: the last checkpoint.*No space.*"
+            assert re.search(told, capsys.readouterr().out), point
+            assert any("not saved yet" in badge for badge in run.status().badges)
+            elsewhere = run.checkpoint(tmp_path / f"elsewhere-{point}")
+            assert Checkpoint.load(elsewhere).position.step == STEPS
         (disk / "filler").unlink()
         until(lambda run=run: saved(run))  # type: ignore[misc]
         complete(run)
         assert run.status().badges == ()
         shutil.rmtree(run.folder)  # there is no room for twenty runs
+    assert waited > 10
 
 
 def complete(run: Run) -> None:
