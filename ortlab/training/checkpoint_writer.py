@@ -184,11 +184,11 @@ class CheckpointWriter:
     def _put_back(self, name: str, taken: Checkpoint, many: int) -> None:
         """Let a checkpoint that could not be written wait, unless there is a newer one."""
         with self._changed:
-            if self._closing or self._waiting:
+            if self._closing or name in self._waiting:
                 return
-            waits = {name: (taken, many)}
-            self._waiting |= waits
-            self._changed.wait_for(lambda: self._closing or self._waiting != waits, _RETRY_S)
+            self._waiting[name] = (taken, many)
+            waiting = dict(self._waiting)
+            self._changed.wait_for(lambda: self._closing or self._waiting != waiting, _RETRY_S)
 
     def _write(self, name: str, taken: Checkpoint, many: int) -> bool:
         step = taken.position.step

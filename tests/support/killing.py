@@ -194,8 +194,10 @@ def spoil(path: Path, drawn: random.Random) -> None:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: int) -> Any:
-    """Mount a file system of `size` bytes at `path`; raise PermissionError if not allowed."""
+    """Mount a file system of `size` bytes at `path`; skip the test where that is not allowed."""
     import subprocess
+
+    import pytest
 
     path.mkdir(exist_ok=True)
     made = subprocess.run(
@@ -205,7 +207,7 @@ def small_disk(path: Path, size: int) -> Any:
         check=False,
     )
     if made.returncode:
-        raise PermissionError(made.stderr.strip())
+        pytest.skip(f"no file system may be mounted here: {made.stderr.strip()}")
     try:
         yield path
     finally:

@@ -197,22 +197,13 @@ def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:
 
 # --- a full disk
 
+MIB = 2**20
+
 
 def test_a_full_disk_leaves_the_run_going_and_what_was_kept_whole(home: Path) -> None:
-    with small_disk(home / "disk") as disk, pytest.MonkeyPatch.context() as patched:
+    with killing.small_disk(home / "disk", MIB) as disk, pytest.MonkeyPatch.context() as patched:
         patched.setenv("ORTLAB_HOME", str(disk))
         on_a_full_disk(disk)
-
-
-@contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MiB at `path`; skip the test where that is not allowed."""
-    with contextlib.ExitStack() as mounted:
-        try:
-            disk = mounted.enter_context(killing.small_disk(path, 2**20))
-        except PermissionError as error:
-            pytest.skip(f"no file system may be mounted here: {error}")
-        yield disk
 
 
 def on_a_full_disk(disk: Path) -> None:
@@ -637,7 +628,7 @@ def test_a_process_that_is_killed_loses_nothing(whole: Any, tmp_path: Path) -> N
 
 def test_a_process_that_is_killed_on_a_full_disk_loses_nothing(whole: Any, tmp_path: Path) -> None:
     drawn = random.Random(5)
-    with small_disk(tmp_path / "disk") as disk:
+    with killing.small_disk(tmp_path / "disk", MIB) as disk:
         assert dies_and_goes_on(disk, "eager", drawn, full=True) == whole("eager")
 
 
@@ -651,7 +642,7 @@ def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> Non
     spoilt, full = fault == "spoilt", fault == "full"
     for number in range(30):
         home = tmp_path / str(number)
-        with small_disk(home) if full else contextlib.nullcontext():
+        with killing.small_disk(home, MIB) if full else contextlib.nullcontext():
             found = dies_and_goes_on(home, name, drawn, spoilt=spoilt, full=full)
         assert found == whole(name), number
         shutil.rmtree(home)

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import Dataset
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history import pending_writes
+from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX
+from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.run import Run
 from tests.support.killing import small_disk
 from tests.support.waiting import HANGS_S, until
@@ -66,22 +69,13 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return ORTLAB_HOME on a file system of 3 MiB."""
     monkeypatch.setattr(pending_writes, "_FIRST_S", 0.05)
     monkeypatch.setattr(pending_writes, "_MOST_S", 0.05)
-    with contextlib.ExitStack() as mounted:
-        try:
-            yield mounted.enter_context(home_of(tmp_path / "disk", monkeypatch))
-        except PermissionError as error:
-            pytest.skip(f"no file system may be mounted here: {error}")
-
-
-@contextlib.contextmanager
-def home_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with small_disk(path, 3 * 2**20) as disk:
+    with small_disk(tmp_path / "disk", 3 * 2**20) as disk:
         monkeypatch.setenv("ORTLAB_HOME", str(disk))
         yield disk
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 def saved(run: Run) -> bool:
@@ -178,3 +172,25 @@ def test_a_paused_run_is_saved_once_there_is_room(
     assert run.status().badges == ()
     run.stop()
     run.result(HANGS_S)
+
+
+def test_the_last_and_the_best_checkpoint_both_wait_for_room(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ortlab.training.checkpoint_writer._RETRY_S", 0.05)
+    run = ortlab.finetune(network(), samples(disk, -1), **CHOSEN)
+    run.result(HANGS_S)
+    taken = Checkpoint.load(run.checkpoint(tmp_path / "taken"))
+    told: list[str] = []
+    folder = RunFolder.create()
+    writer = CheckpointWriter(folder, first=list, tell=lambda _, text: told.append(text))
+    fill(disk)
+    writer.keep(taken, 2)
+    writer.keep_best(taken)
+    until(lambda: writer.trouble is not None)
+    (disk / "filler").unlink()
+    kept = {f"last-{STEPS}.safetensors", "best.safetensors"}
+    until(lambda: {path.name for path in in_checkpoints(folder.path)} == kept)
+    writer.close()
+    assert writer.trouble is None
+    assert len(told) >= 2
