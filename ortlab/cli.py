@@ -86,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
 
 _LAB = (
     "--ip=127.0.0.1",
-    "--KernelManager.transport_encryption=auto",
     # A run that ends with its kernel writes a checkpoint first.
     "--KernelManager.shutdown_wait_time=60",
 )
@@ -389,8 +388,10 @@ def _lab(arguments: Sequence[str]) -> int:
     if find_spec("jupyterlab") is None:
         print("ortlab lab: JupyterLab is not installed: pip install jupyterlab", file=sys.stderr)
         return 1
+    from ortlab.notebook.privacy import HOW  # heavy: ipykernel
+
     given = {word.partition("=")[0] for word in arguments}
-    options = [word for word in _LAB if word.partition("=")[0] not in given]
+    options = [word for word in (*_LAB, HOW) if word.partition("=")[0] not in given]
     if hasattr(os, "getuid") and os.getuid() == 0:  # JupyterLab refuses root without it
         options.append("--allow-root")
     environment = {**contention.SLEEPING, **os.environ}

@@ -31,9 +31,9 @@ def head(
     parallel = settings.parallel
     declared = FinetuneSettings.declarations()
     options = " ".join(
-        f"{declared[name].flag} {declared[name].show(value)}"
-        for name, value in settings.as_dict().items()
-        if value != declared[name].default and name not in _DROPPED
+        declared[name].typed(value)
+        for name, value in settings.changed().items()
+        if name not in _DROPPED
     )
     by = "ortlab for the settings " + options if options else "ortlab"
     stage = parallel.zero_stage

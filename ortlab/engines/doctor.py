@@ -134,14 +134,8 @@ def _idle_threads() -> Finding:
     name = "idle threads"
     if not contention.spinning():
         return Finding(name, True, "sleep (OMP_WAIT_POLICY=passive)")
-    variables = " ".join(f"{name}={value}" for name, value in contention.SLEEPING.items())
-    return Finding(
-        name,
-        None,
-        "spin: while other programs use the cores, a step takes many times as long",
-        f"Start Python with {variables}, as `ortlab lab` and the kernels of "
-        "`ortlab kernelspec install` do",
-    )
+    found = "spin: while other programs use the cores, a step takes many times as long"
+    return Finding(name, None, found, contention.FIX)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -125,14 +125,13 @@ class TrainerRun(StoredRun):
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.recorder = Recorder(sinks=[self._folder.metrics()])
         """Metrics of the run."""
-        self._pending = PendingWrites(self.tell)
+        self._pending = PendingWrites(self._folder, self.tell)
         self._meter: Meter = SAMPLER.start()
         self._began = self._free = time.perf_counter()
         self.turn = Step(self._began)
-        values = {"settings": settings, "trainer": arguments, "environment": environment()}
-        for part, value in values.items():
-            write = functools.partial(self._folder.write_json, part, value)
-            self._pending.write(f"the {part}", write)
+        self._pending.write_json("settings", settings)
+        self._pending.write_json("trainer", arguments)
+        self._pending.write_json("environment", environment())
         self._pending.write("the description", functools.partial(self._write_about, None))
         sqlite_index.note(self.folder)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
@@ -304,9 +303,13 @@ class TrainerRun(StoredRun):
             elif not self._going.is_set():
                 state = "paused"
         report = self._report
-        badges = [*filter(None, (self.recorder.trouble, self._pending.trouble))]
+        badges = []
         if report.fallback_reason:
-            badges.insert(0, f"fallback to {report.engine_used}: {report.fallback_reason}")
+            badges.append(f"fallback to {report.engine_used}: {report.fallback_reason}")
+        troubles = [self._pending.trouble]
+        if not self.over():  # what is left of them then, `_pending` has
+            troubles = [self.recorder.trouble, *troubles]
+        badges += filter(None, troubles)
         return Status(
             state=state,
             step=self._step,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
+from ortlab.history.run_folder import RunFolder
 from ortlab.utils import at_exit
 from ortlab.utils.threads import Thread
 
@@ -17,10 +19,12 @@ class PendingWrites:
     """Writes parts of a run; one that fails is repeated until it succeeds or Python ends.
 
     Args:
+        folder: Folder of the run.
         tell: Receives the kind and the text of events.
     """
 
-    def __init__(self, tell: Callable[[str, str], object]) -> None:
+    def __init__(self, folder: RunFolder, tell: Callable[[str, str], object]) -> None:
+        self._folder = folder
         self._tell = tell
         self._lock = threading.RLock()
         self._writes: dict[str, Callable[[], object]] = {}
@@ -33,6 +37,15 @@ class PendingWrites:
         """Parts that are not written, and why, in a line; None if all are."""
         parts = ", ".join(list(self._writes))
         return f"not saved yet: {parts} ({self._error})" if parts else None
+
+    def write_json(self, file: str, values: Mapping[str, Any]) -> None:
+        """Write ``file``.json, as `RunFolder.write_json` does, or repeat that later.
+
+        Args:
+            file: Name of the file without its suffix, and of the part.
+            values: The content.
+        """
+        self.write(f"the {file}", functools.partial(self._folder.write_json, file, values))
 
     def write(self, part: str, write: Callable[[], object]) -> None:
         """Write a part of the run, or repeat that later if it raises OSError.

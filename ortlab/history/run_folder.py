@@ -78,7 +78,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = _lock(path)
+        self._lock = files.owners_lock(path / "run.lock")
 
     @classmethod
     def create(cls, name: str | None = None, *, root: Path | None = None) -> RunFolder:
@@ -133,7 +133,7 @@ class RunFolder:
         if not Path(self._lock.lock_file).exists():  # the check must not create it
             return False
         try:
-            with _lock(self.path):
+            with files.owners_lock(self.path / "run.lock"):
                 return False
         except (filelock.Timeout, OSError):  # an error counts as locked, to be safe
             return True
@@ -247,11 +247,6 @@ def in_checkpoints(run: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [] if folder.is_symlink() else list(folder.iterdir())
     return []
-
-
-def _lock(path: Path) -> filelock.BaseFileLock:
-    """Return the lock of a run, which the system releases when the process ends in any way."""
-    return filelock.FileLock(path / "run.lock", timeout=0, mode=0o600, thread_local=False)
 
 
 def _new_folder(root: Path, name: str | None) -> Path:

@@ -93,9 +93,5 @@ class SearchStarter:
 
 def _chosen(settings: EngineSettings) -> dict[str, Any]:
     """Return the settings of a wrapper that are not the defaults and that a search may share."""
-    declared = EngineSettings.declarations()
-    return {
-        name: value
-        for name, value in settings.as_dict().items()
-        if name not in SearchSettings.without and value != declared[name].default
-    }
+    changed = settings.changed()
+    return {name: changed[name] for name in changed if name not in SearchSettings.without}

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import os
+import shlex
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -123,6 +124,14 @@ class Declaration:
             if isinstance(value, float) and float(f"{value:g}") == value
             else f"{value}"
         )
+
+    def typed(self, value: Any) -> str:
+        """Return the option and a value as words of a command line.
+
+        Args:
+            value: A valid value of the setting.
+        """
+        return f"{self.flag} {shlex.quote(self.show(value))}"
 
     def standing(self) -> Any:
         """Return the value if nothing is chosen: from the environment variable, else the default.
@@ -279,8 +288,7 @@ class Settings:
 
     def __repr__(self) -> str:
         """Return the call that creates these settings; those with their defaults are left out."""
-        declared = self.declarations()
-        given = (f"{n}={v!r}" for n, v in self.as_dict().items() if v != declared[n].default)
+        given = (f"{name}={value!r}" for name, value in self.changed().items())
         return f"{type(self).__name__}.of({', '.join(given)})"
 
     def __post_init__(self) -> None:
@@ -293,6 +301,11 @@ class Settings:
     def declarations(cls) -> dict[str, Declaration]:
         """Return all settings by name, those of topics too, in the order of declaration."""
         return _layout(cls).declarations
+
+    def changed(self) -> dict[str, Any]:
+        """Return the settings that differ from the declared defaults, by name."""
+        declared = self.declarations()
+        return {n: v for n, v in self.as_dict().items() if v != declared[n].default}
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,13 +66,12 @@ class RunRecord:
         """Metrics and events of the run, and of the run that it continues."""
         if earlier is not None:
             self.recorder.restore(earlier.rows, earlier.events, write=True)
-        self.pending = PendingWrites(self.event)
+        self.pending = PendingWrites(folder, self.event)
         """Parts of the folder that could not be written, which are tried again."""
         self.unsaved: Checkpoint | None = None
         """State at the end of the run as long as it could not be written."""
-        values = {"settings": progress.settings.as_dict(), "environment": environment()}
-        for part, value in values.items():
-            self.pending.write(f"the {part}", functools.partial(folder.write_json, part, value))
+        self.pending.write_json("settings", progress.settings.as_dict())
+        self.pending.write_json("environment", environment())
         self.pending.write("the description", functools.partial(self._write_about, None))
         self.checkpoints = CheckpointWriter(folder, first=self.recorder.flush, tell=self.event)
         """Writer of the run's checkpoints."""
@@ -109,14 +108,17 @@ class RunRecord:
         try:
             self._save_final(state)
         except NotSaved as error:
-            try:
-                self.unsaved = state.copy()
-            except Exception as failure:
-                if not out_of_memory(failure):
-                    raise
-                told = "and memory does not suffice for a copy; the model has its weights"
-                self.event("warning", f"no checkpoint of the end of the run: {error}, {told}")
-                return
+            self._keep_unsaved(state, error)
+
+    def _keep_unsaved(self, state: Checkpoint, error: NotSaved) -> None:
+        try:
+            self.unsaved = state.copy()
+        except Exception as failure:
+            if not out_of_memory(failure):
+                raise
+            told = "and memory does not suffice for a copy; the model has its weights"
+            self.event("warning", f"no checkpoint of the end of the run: {error}, {told}")
+        else:
             self.pending.repeat("the last checkpoint", self._save_unsaved, error)
 
     def _save_unsaved(self) -> None:
@@ -139,15 +141,11 @@ class RunRecord:
         self.event("state", progress.ended)
         progress.result = self.summary(progress.ended)
         self.pending.write("the metrics", self.recorder.close)
-        self.pending.write("the description", functools.partial(self._complete, progress.result))
+        self.pending.write("the description", functools.partial(self._write_about, progress.result))
 
     def release(self) -> None:
         """Release the folder, and update the run's entry in the history."""
         self.folder.release()
-        sqlite_index.note(self.folder.path)
-
-    def _complete(self, result: RunResult) -> None:
-        self._write_about(result)
         sqlite_index.note(self.folder.path)
 
     def evaluations(self) -> list[Evaluation]:

@@ -16,6 +16,10 @@ from typing import Final
 
 SLEEPING: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "passive"}
 """Environment variables of a process whose idle threads sleep."""
+FIX: Final = (
+    "Start Python with OMP_WAIT_POLICY=passive, as `ortlab lab` and the kernels of "
+    "`ortlab kernelspec install` do"
+)
 _THREADS = Path("/proc/self/task")
 _ENOUGH_NS: Final = 10**9
 """Least time, in nanoseconds, that threads must have computed or waited to judge by."""
@@ -61,9 +65,7 @@ class Contention:
             return None
         return (
             f"the machine is busy: threads of this kernel waited for a core {share:.0%} of their "
-            "time, and OpenMP's idle threads spin, which makes steps many times slower; start the "
-            "kernel with OMP_WAIT_POLICY=passive, as `ortlab lab` and the kernels of "
-            "`ortlab kernelspec install` do"
+            f"time, and OpenMP's idle threads spin, which makes steps many times slower. {FIX}"
         )
 
 

@@ -12,7 +12,10 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import filelock
 
 MOST_BYTES: Final = 2**24
 """Size limit of a file that is read whole; the files that ortlab writes are far smaller."""
@@ -121,6 +124,20 @@ def write_private(path: Path, data: bytes) -> None:
             file.write(data)
 
     write_beside(path, write)
+
+
+def owners_lock(path: Path) -> filelock.BaseFileLock:
+    """Return a lock that the system releases when the process that has it ends in any way.
+
+    Args:
+        path: File of the lock, which is created with mode 0600 when the lock is acquired.
+
+    Returns:
+        The lock; to acquire it raises `filelock.Timeout` at once while another one has it.
+    """
+    import filelock  # optional: `doctor.checks` must run without any package
+
+    return filelock.FileLock(path, timeout=0, mode=0o600, thread_local=False)
 
 
 _BESIDE = re.compile(r"\..+\.\d+\.\d+(\.before)?")

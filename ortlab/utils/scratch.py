@@ -17,6 +17,8 @@ from typing import Final
 
 import filelock
 
+from ortlab.utils import files
+
 _PREFIX: Final = "ortlab-scratch-"
 _UNNAMED: Final = ".ortlab-scratch-"
 _LOCK: Final = "owner.lock"
@@ -38,7 +40,7 @@ def folder(kind: str, within: Path | None = None) -> Path:
     parent = Path(tempfile.gettempdir()) if within is None else within
     _clear_once(parent)
     unnamed = Path(tempfile.mkdtemp(prefix=_UNNAMED, dir=parent))
-    lock = _lock(unnamed)
+    lock = files.owners_lock(unnamed / _LOCK)
     lock.acquire()
     named = parent / f"{_PREFIX}{kind}-{unnamed.name.removeprefix(_UNNAMED)}"
     unnamed.rename(named)
@@ -72,14 +74,10 @@ def clear(parent: Path) -> None:
                 if time.time() - about.st_mtime > _LONG_S:
                     shutil.rmtree(found, ignore_errors=True)
             elif (found / _LOCK).exists() and found not in _locks:
-                with _lock(found):  # raises while its process lives
+                with files.owners_lock(found / _LOCK):  # raises while its process lives
                     shutil.rmtree(found, ignore_errors=True)
 
 
 @functools.cache
 def _clear_once(parent: Path) -> None:
     clear(parent)
-
-
-def _lock(made: Path) -> filelock.BaseFileLock:
-    return filelock.FileLock(made / _LOCK, timeout=0, mode=0o600, thread_local=False)

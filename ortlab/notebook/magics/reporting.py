@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -79,11 +78,11 @@ def print_not_wrapped(left: Sequence[NotWrapped], settings: EngineSettings) -> N
     names = [one.name for one in left]
     declared, standing = EngineSettings.declarations(), EngineSettings()
     options = (
-        f" {declared[name].flag} {shlex.quote(declared[name].show(value))}"
+        declared[name].typed(value)
         for name, value in settings.as_dict().items()
         if value != standing[name]
     )
     print(
         f"not wrapped, because the cell did not finish: {', '.join(names)}; run the cell again, or "
-        f"%ort wrap {' '.join(names)}{''.join(options)}"
+        f"{' '.join(('%ort wrap', *names, *options))}"
     )

@@ -323,10 +323,7 @@ class Panel:
         if self.run is not None:
             values = (f"{name}={value!r}" for name, (value, _) in differs.items())
             return f"run.apply({', '.join(values)})"
-        words = (
-            f"{declared[name].flag} {declared[name].show(value)}"
-            for name, (value, _) in differs.items()
-        )
+        words = (declared[name].typed(value) for name, (value, _) in differs.items())
         return f"%ort finetune {self._name} {self._data} {' '.join(words)}"
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:

@@ -384,17 +384,13 @@ def _locked(extension: Extension, tell: Progress) -> Iterator[None]:
     """Hold a file lock, which the kernel releases if its owner dies."""
     import fcntl  # not on Windows, where nothing is ever built
 
-    with open(extension.path().with_suffix(".lock"), "w", opener=_private) as file:
+    with open(extension.path().with_suffix(".lock"), "w", opener=files.plain) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             tell(f"another process is building {extension.title}: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _compile(extension: Extension, command: list[str], path: Path) -> None:
