@@ -68,14 +68,14 @@ def clear(parent: Path) -> None:
     for found in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_UNNAMED}*")]:
         with contextlib.suppress(OSError):  # another process removes it, too
             about = found.lstat()
-            if about.st_uid != os.getuid() or found.is_symlink() or not found.is_dir():
+            if about.st_uid != os.getuid():
                 continue
             if found.name.startswith(_UNNAMED):
                 if time.time() - about.st_mtime > _LONG_S:
                     shutil.rmtree(found, ignore_errors=True)
             elif (found / _LOCK).exists() and found not in _locks:
                 with files.owners_lock(found / _LOCK):  # raises while its process lives
-                    shutil.rmtree(found, ignore_errors=True)
+                    shutil.rmtree(found, ignore_errors=True)  # refuses a link
 
 
 @functools.cache

@@ -80,13 +80,13 @@ def test_what_is_another_users_stays(
 def test_links_and_folders_of_others_stay(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
-    (target / "owner.lock").touch()
+    (target / "owner.lock").write_text("theirs")
     link = tmp_path / "ortlab-scratch-test-link"
     link.symlink_to(target)
     without_lock = tmp_path / "ortlab-scratch-test-copy"
     without_lock.mkdir()
     scratch.clear(tmp_path)
-    assert (target / "owner.lock").exists()
+    assert (target / "owner.lock").read_text() == "theirs"
     assert link.is_symlink()
     assert without_lock.exists()
 
