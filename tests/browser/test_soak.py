@@ -1,4 +1,4 @@
-"""Soak test in JupyterLab: settings toggled, pauses, views opened and closed; nothing grows.
+"""Soak test in JupyterLab: settings toggled, pauses, views, wraps and races; nothing grows.
 
 Takes two hours in `make nightly`; ORTLAB_SOAK_MINUTES=20 shortens it. The measurements of each
 cycle are written to build/soak.jsonl, and those of the page to build/soak-page.jsonl.
@@ -49,6 +49,14 @@ FINETUNE = (
 VIEWS = ("run", "%ort panel run", "%ort graph seen", "%ort memory seen", "%ort runs --limit 5")
 TOGGLE = "cycle = next(cycles)\nsoaking.toggled(run, cycle)"
 STOP = "run.stop()\n_ = run.result()"
+WRAP = """%%ort
+other = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+other(torch.randn(4, 64)).sum().backward()
+"""
+RACE = """%ort unwrap other
+race = %ort race other train --loss cross_entropy --engines eager,ortmodule --precisions fp32
+_ = race.result()
+"""
 FORGET = "%reset -f in out\nget_ipython().history_manager.outputs.clear()"
 """IPython keeps everything ever typed or shown. No page needs it, and ortlab cannot free it."""
 NOTE = "soaking.note(measured, cycle)"
@@ -71,15 +79,17 @@ def test_hours_of_work_leave_nothing_behind(notebook: Opens, page: Page, screens
         file.unlink(missing_ok=True)
     watched = page.context.new_cdp_session(page)
     watched.send("Performance.enable")
-    book = notebook([MODEL, FINETUNE, TOGGLE, *VIEWS, FORGET, NOTE, STOP])
-    model, finetune, toggle, *views, note, stop = range(6 + len(VIEWS))
+    cells = [MODEL, FINETUNE, TOGGLE, *VIEWS, FORGET, NOTE, STOP, WRAP, RACE]
+    book = notebook(cells)
+    model, finetune, toggle, *views, note, stop, wrap, race = range(len(cells))
     ends = time.monotonic() + 60 * MINUTES
     book.run_cell(model)
     cycle = 0
     while time.monotonic() < ends:
         if cycle % RUNS_IN == 0:
             if cycle:
-                book.run_cell(stop)
+                for at in (stop, wrap, race):
+                    book.run_cell(at)
             book.run_cell(finetune)
         for at in (toggle, *views):
             book.run_cell(at)

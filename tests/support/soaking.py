@@ -24,7 +24,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from ortlab.training.run import Run
 
-COUNTED: Final = ("rss", "threads", "files", "widgets")
+COUNTED: Final = ("rss", "threads", "files", "sockets", "widgets")
 
 
 def settled(run: Run, changes: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def settled(run: Run, changes: dict[str, Any]) -> None:
 
 def toggled(run: Run, cycle: int) -> None:
     """Act on a run as a person does: change settings back and forth, pause, save a checkpoint."""
-    settled(run, {"lr": 1e-3 * (1 + cycle % 3), "max_grad_norm": 1.0})
+    settled(run, {"learning_rate": 1e-3 * (1 + cycle % 3), "max_grad_norm": 1.0})
     settled(run, {"precision": "bf16", "batch_size": 64})
     settled(run, {"precision": "fp32", "batch_size": 32})
     if cycle % 3 == 0:
@@ -116,6 +116,7 @@ def note(path: str, cycle: int) -> None:
         "threads": threading.active_count(),
         "native_threads": process.num_threads(),  # not judged: thread pools grow and shrink
         "files": process.num_fds(),
+        "sockets": kinds()["socket:"],
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),
         "kinds": kinds(),
