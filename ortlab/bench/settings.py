@@ -53,7 +53,7 @@ class BenchSettings(Settings):
     threads: int | None = setting(
         None,
         minimum=1,
-        help="threads that torch computes with, torch's default if unset; ORT uses one per core",
+        help="threads that torch and ORT compute with, torch's default if unset",
     )
     device: str = setting(
         "auto", choices=("auto", "cpu", "cuda"), help="device to train on; cuda is not tested"
@@ -151,7 +151,7 @@ class StepSettings(Settings):
     threads: int | None = setting(
         None,
         minimum=1,
-        help="threads that torch computes with, torch's default if unset; ORT uses one per core",
+        help="threads that torch and ORT compute with, torch's default if unset",
     )
     quick: bool = setting(
         False, help="a tiny model, to test that everything runs here; not a benchmark"

@@ -190,8 +190,7 @@ def facts() -> list[Fact]:
     found = [
         Fact("processor", ", ".join([here.name, *bf16])),
         Fact("cores", f"{here.cores}{limited}"),
-        Fact("torch's threads", f"{threads}"),
-        Fact("ORT's threads", f"{here.cores}, one for each core"),
+        Fact("threads", f"{threads} of torch, as many in a session of ORT, 1 for small work"),
         Fact("memory", f"{free}; this process has {own}"),
     ]
     for gpu in hardware.gpus():

@@ -31,6 +31,7 @@ from ortlab.engines.base import (
 )
 from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
+from ortlab.engines.torch.small_work import suited_threads
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
@@ -231,6 +232,7 @@ class TorchStepper:
         self._optimizer = optimizer_for(module, settings, self._processes)
         self._kind = settings.optim.optimizer
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._elements = sum(p.numel() for p in owner.parameters())
         self._bad = torch.zeros((), device=device)
         self._scale = (
             LossScale(self._optimizer, device) if settings.model.precision == "fp16" else None
@@ -241,7 +243,11 @@ class TorchStepper:
         """See `Stepper.step`."""
         kept = [buffer.clone() for buffer in self._changing]
         try:
-            with self._products(), self._processes.together(training=True):
+            with (
+                suited_threads(self._elements, batches_),
+                self._products(),
+                self._processes.together(training=True),
+            ):
                 return self._step(batches_, lr, kept)
         except Exception:
             for buffer, before in zip(self._changing, kept, strict=True):
@@ -365,6 +371,7 @@ class TorchStepper:
         try:
             with (
                 torch.no_grad(),
+                suited_threads(self._elements, [batch]),
                 self._products(),
                 self._autocast(),
                 self._processes.together(training=False),

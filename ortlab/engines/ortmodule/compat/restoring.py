@@ -345,13 +345,21 @@ def _in_file_order(options: Any) -> None:
 def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
     """Return the changes to session options that ORTModule's options `runtime` request."""
     found: list[Callable[[Any], None]] = [
-        functools.partial(_with_arena, runtime.enable_cpu_mem_arena)
+        functools.partial(_with_arena, runtime.enable_cpu_mem_arena),
+        _with_threads_of_torch,
     ]
     return found if runtime.spinning else [*found, plain_onnxruntime.let_threads_sleep]
 
 
 def _with_arena(on: bool, options: Any) -> None:
     options.enable_cpu_mem_arena = on
+
+
+def _with_threads_of_torch(options: Any) -> None:
+    """Set the number of threads, without which ORT has one per core and pins each to its core."""
+    import torch  # heavy: torch
+
+    options.intra_op_num_threads = torch.get_num_threads()
 
 
 def _told_in(path: Path, options: Any) -> None:

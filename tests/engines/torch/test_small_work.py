@@ -1,0 +1,116 @@
+"""Small work runs on one thread, in torch and in ORT's sessions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlab.engines.ortmodule import compat
+from ortlab.engines.registry import engine
+from ortlab.engines.torch.small_work import SMALL, products, suited_threads
+from ortlab.settings import FinetuneSettings
+
+needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+
+@pytest.fixture(autouse=True)
+def _three_threads() -> Iterator[None]:
+    """Compute with a number of threads that no machine has by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    assert torch.get_num_threads() == 3, "a step left another number of threads behind"
+    torch.set_num_threads(before)
+
+
+class Counts(nn.Module):
+    """A linear layer that notes the number of threads of each call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 4)
+        self.threads: list[int] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.threads.append(torch.get_num_threads())
+        return self.layer(inputs)
+
+
+def batch(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, width), torch.zeros(rows, dtype=torch.long)
+
+
+def stepper(name: str, model: nn.Module) -> Any:
+    settings = FinetuneSettings.of({"engine": name, "device": "cpu", "cache": False})
+    return engine(name).prepare(model, nn.functional.cross_entropy, settings)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "positions"),
+    [
+        (torch.zeros(8, 30), 8),  # rows of features
+        (torch.zeros(8, 30, dtype=torch.long), 240),  # tokens
+        (torch.zeros(8, 3, 5, 5), 600),  # pixels
+        (torch.zeros(0, 30), 0),
+        (torch.tensor(1.0), 1),
+    ],
+)
+def test_a_forward_pass_has_a_product_for_each_parameter_and_position(
+    inputs: torch.Tensor, positions: int
+) -> None:
+    assert products(100, inputs) == 100 * positions
+    assert products(100, {"input": inputs, "label": torch.zeros(0)}) == 100 * positions
+
+
+def test_a_batch_without_tensors_is_small() -> None:
+    assert products(100, {"text": "none"}) == 0
+
+
+def test_the_number_of_threads_is_restored_after_an_error() -> None:
+    def fails(inputs: torch.Tensor) -> None:
+        assert torch.get_num_threads() == 1
+        raise ValueError("in the step")
+
+    inputs = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="in the step"), suited_threads(10, [inputs]):
+        fails(inputs)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (32, 1), (SMALL // 404, 1), (SMALL, 3)])
+def test_a_step_uses_one_thread_for_small_batches_only(rows: int, threads: int) -> None:
+    model = Counts(100)
+    assert sum(p.numel() for p in model.parameters()) == 404
+    trains = stepper("eager", model)
+    rows = min(rows, SMALL // 404 + 1)
+    trains.step([batch(rows, 100)], lr=0.1)
+    trains.evaluate(batch(rows, 100))
+    assert model.threads == [threads, threads]
+    trains.close()
+
+
+def test_one_large_micro_batch_makes_the_step_large() -> None:
+    model = Counts(100)
+    trains = stepper("eager", model)
+    trains.step([batch(1, 100), batch(SMALL // 404 + 1, 100)], lr=0.1)
+    assert model.threads == [3, 3]
+    trains.close()
+
+
+@needs_ort
+@pytest.mark.parametrize(("rows", "workers"), [(4, 0), (SMALL // 404 + 1, 2)])
+def test_a_session_has_as_many_threads_as_torch(rows: int, workers: int) -> None:
+    torch.randn(300, 300) @ torch.randn(300, 300)  # torch's own threads start here
+    trains = stepper("ortmodule", Counts(100))
+    before = set(os.listdir("/proc/self/task"))
+    trains.step([batch(rows, 100)], lr=0.1)
+    started = len(set(os.listdir("/proc/self/task")) - before)
+    # A session for training, and perhaps one for its check: each has its own pool.
+    assert started % 2 == 0
+    assert (started > 0) == (workers > 0)
+    trains.close()
