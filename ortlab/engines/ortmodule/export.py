@@ -267,7 +267,9 @@ class Export:
                 self._rewritten = True
             else:
                 self.checkpointing = gradient_checkpointing.replace_checkpointing(manager)
-        if runtime.torch_kernels and self._let_go_of_memory is None:
+        # ORT's own graph has kernels of ours, too: the dropouts.
+        of_ours = self._on_cpu and not kernels.unavailable()
+        if of_ours and self._let_go_of_memory is None:
             keep = runtime.enable_cpu_mem_arena
             self._let_go_of_memory = kernels.keep_memory_for(self, keep)
         planned = runtime.memory_optimizer_is_enabled()

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from torch import Tensor
+from torch import Tensor, nn
 
+import ortlab
 from ortlab.engines.ortmodule import kernels
 from tests.support.waiting import HANGS_S
 
@@ -863,6 +864,22 @@ def pool(ops: Any) -> Iterator[Any]:
     ops.trim(True)
     yield ops
     ops.trim(True)
+
+
+@pytest.mark.parametrize("chosen", ["ort", "torch"])
+@pytest.mark.parametrize("arena", [False, True])
+def test_a_model_caches_memory_only_with_an_arena_and_while_it_is_there(
+    pool: Any, arena: bool, chosen: str
+) -> None:
+    """Graphs with ORT's own kernels have dropouts of ours, too."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 4))
+    wrapped = ortlab.wrap(model, kernels=chosen, arena=arena, cache=False)
+    for _ in range(3):
+        wrapped(torch.randn(1000, 64)).sum().backward()
+    assert (pool.held()[1] > 0) == arena
+    del wrapped
+    gc.collect()
+    assert pool.held()[1] == 0
 
 
 LARGE = (600, 64)  # floats of 150 KiB, so that the pool is used
