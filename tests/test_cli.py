@@ -65,6 +65,7 @@ def test_lab(given: tuple[str, ...], address: str, tmp_path: Path) -> None:
     assert "passive" in answer.stderr.splitlines()
     assert f".ip = '{address}'" in answer.stdout
     assert ".transport_encryption = 'auto'" in answer.stdout
+    assert ".shutdown_wait_time = 60.0" in answer.stdout
 
 
 def test_options_of_others_are_refused() -> None:

@@ -100,8 +100,7 @@ class OrtModuleSettings(Settings):
     arena: bool = setting(
         True,
         source="SessionOptions.enable_cpu_mem_arena",
-        help="on a CPU, reuse freed memory in the next step; off allocates only what %ort memory "
-        "predicts",
+        help="on a CPU, keep freed memory for the next step; off returns it to malloc",
     )
     memory_level: int = setting(
         0,

@@ -21,7 +21,7 @@ from ortlab.engines.ortmodule import compat
 from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
 from ortlab.graph.lifetimes import KINDS, Tensor
-from ortlab.graph.memory import MemoryPlan
+from ortlab.graph.memory import GROWTH, MemoryPlan
 from ortlab.utils.process_memory import memory, parse_bytes
 from tests.bench import memory as bench
 
@@ -138,8 +138,10 @@ def test_what_is_there_at_the_peak() -> None:
 def test_the_largest_batch() -> None:
     plan = MemoryPlan(_by_hand(), {})
     most = plan.max_batch("1MiB")
-    limit = 0.99 * 2**20
-    assert plan.peak_bytes(batch=most) <= limit < plan.peak_bytes(batch=most + 1)
+    assert plan.process_bytes(batch=most) <= 2**20 < plan.process_bytes(batch=most + 1)
+    assert plan.process_bytes(batch=8) == int(
+        plan.idle_bytes(batch=8) + GROWTH * plan.step_bytes(batch=8)
+    )
     with pytest.raises(ValueError, match=r"batch 1 takes .* more than"):
         plan.max_batch(64)
     with pytest.raises(ValueError, match="dim='seq': choose from batch"):
@@ -319,7 +321,7 @@ def test_every_step_takes_what_was_predicted(case: bench.Case) -> None:
 
 @pytest.mark.nightly
 @needs_ort
-@pytest.mark.parametrize("case", bench.BUDGETED, ids=lambda case: case.kind)
-def test_the_largest_batch_fits_and_more_does_not(case: bench.Case) -> None:
-    found = bench.limits(case)
-    assert found["taken"] <= bench.BUDGET_BYTES < found["taken_by_more"]
+@pytest.mark.parametrize("number", range(bench.TRIES))
+def test_the_largest_batch_keeps_to_its_budget(number: int) -> None:
+    budget, taken = bench.at_the_limit(number)
+    assert bench.keeps_to(budget, taken), f"{taken:,.0f} of {budget:,.0f} bytes"

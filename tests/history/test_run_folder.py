@@ -135,6 +135,15 @@ def test_a_file_is_private_whoever_writes_it(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
 
 
+def test_a_folder_that_cannot_be_created_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="set ORTLAB_HOME to another folder"):
+        RunFolder.create()
+
+
 def test_a_private_file_takes_its_place_at_once(tmp_path: Path) -> None:
     path = tmp_path / "charts.png"
     path.write_bytes(b"before")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -112,10 +113,10 @@ def _begin(home: Path) -> None:
     torch.set_num_threads(1)
 
 
-def _train(home: Path, engine: str, end: End | None) -> None:
+def _train(home: Path, engine: str, workers: int, end: End | None) -> None:
     _begin(home)
     train: Any = data() if end is None else Deadly(home, end)
-    ortlab.finetune(network(), train, engine=engine, **SETTINGS).result()
+    ortlab.finetune(network(), train, engine=engine, workers=workers, **SETTINGS).result()
 
 
 def _resume(home: Path, name: str) -> None:
@@ -124,23 +125,40 @@ def _resume(home: Path, name: str) -> None:
     ortlab.resume(name, network(), data()).result()
 
 
-def train(home: Path, engine: str) -> None:
+def train(home: Path, engine: str, workers: int = 1) -> None:
     """Train a run without any interruption."""
-    assert _process(_train, home, engine, None) == 0
+    assert _process(_train, home, engine, workers, None) == 0
 
 
 def killed(
-    home: Path, engine: str, drawn: random.Random, *, kept: int = 1, full: bool = False
+    home: Path,
+    engine: str,
+    drawn: random.Random,
+    *,
+    workers: int = 1,
+    kept: int = 1,
+    full: bool = False,
 ) -> None:
     """Train a run whose process is killed at random once it has saved that many checkpoints.
 
-    With `full`, the disk of `home` is full from a random step on.
+    With `workers` it is the process that has started them. With `full`, the disk of `home` is full
+    from a random step on.
     """
     step = drawn.randint(EVERY * kept + 1, STEPS - 1)
     end = End(kept, step, drawn.random() * 0.03)
     if full:
         end = replace(end, full=(drawn.randint(EVERY * kept + 1, step), drawn.randrange(2**14)))
-    assert _process(_train, home, engine, end) == -signal.SIGKILL
+    assert _process(_train, home, engine, workers, end) == -signal.SIGKILL
+
+
+def running(home: Path) -> list[int]:
+    """Return the ids of processes that use `home`, such as the workers of a killed one."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("ORTLAB_HOME") == str(home):
+                found.append(process.pid)
+    return found
 
 
 def fill(disk: Path, left: int) -> None:

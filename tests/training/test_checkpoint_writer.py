@@ -648,6 +648,21 @@ def test_thirty_deaths(whole: Any, tmp_path: Path, name: str, fault: str) -> Non
         shutil.rmtree(home)
 
 
+@pytest.mark.nightly
+def test_thirty_deaths_of_kernels_with_workers(tmp_path: Path) -> None:
+    """The workers end with their kernel, and the runs resume on others with the same losses."""
+    drawn = random.Random(7)
+    killing.train(tmp_path / "whole", "eager", workers=2)
+    expected = killing.losses(tmp_path / "whole", "run-1")
+    for number in range(30):
+        home = tmp_path / str(number)
+        killing.killed(home, "eager", drawn, workers=2)
+        until(lambda home=home: not killing.running(home))  # type: ignore[misc]
+        killing.resume(home, "run-1")
+        assert killing.losses(home, "run-2") == expected, number
+        until(lambda home=home: not killing.running(home))  # type: ignore[misc]
+
+
 def test_a_schedule_saves_each_step_once() -> None:
     parts = Parts(save_steps=2)
     saved: list[int] = []

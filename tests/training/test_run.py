@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -777,6 +778,33 @@ def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, w
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
     assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
+@pytest.mark.skipif(shutil.which("nohup") is None, reason="needs nohup")
+def test_a_script_under_nohup_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
+    tells = "for line in sys.stdin: print(run.state, run.step, flush=True)\n"
+    with subprocess.Popen(
+        ["nohup", sys.executable, "-c", SCRIPT + tells, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def step() -> int:
+            print(file=process.stdin, flush=True)
+            state, number = process.stdout.readline().split()
+            assert state == "running"
+            return int(number)
+
+        before = step()
+        process.send_signal(signal.SIGHUP)
+        until(lambda: step() > before + 3)
+        process.terminate()
+        process.communicate(timeout=HANGS_S)
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 # The leader of a session that opens a terminal gets it as its own.
