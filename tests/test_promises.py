@@ -75,6 +75,9 @@ PROMISES: Final[Mapping[str, tuple[str, ...]]] = {
     "`run.checkpoint(path)` saves the state elsewhere, and a run may resume from there": (
         "training/test_full_disk.py::test_a_run_resumes_from_a_checkpoint_elsewhere",
     ),
+    "in `ORTLAB_HOME` where that disk is full": (
+        "cluster/test_training.py::test_a_full_folder_for_temporary_files_costs_nothing",
+    ),
     "Only a run that cannot even create its folder is refused": (
         "history/test_run_folder.py::test_a_folder_that_cannot_be_created_is_refused",
     ),

@@ -9,6 +9,7 @@ kernel.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import signal
@@ -67,4 +68,7 @@ def _run_engine(parent: int, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     role, kernel, *rest = sys.argv[1:]
+    # Their logs lie in the folder for temporary files. If that disk is full, each call would print
+    # an error into the user's cell.
+    logging.raiseExceptions = False
     {"controller": _run_controller, "engine": _run_engine}[role](int(kernel), rest)

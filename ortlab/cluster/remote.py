@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
+import safetensors
 from torch import nn
 
 from ortlab.checkpoint import sharded
@@ -29,12 +33,15 @@ from ortlab.engines.base import (
     tell,
 )
 from ortlab.engines.nonfinite import Cause
+from ortlab.history.run_folder import runs_root
 from ortlab.settings import FinetuneSettings
+from ortlab.utils import files, scratch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _NUMBERS = itertools.count()
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "communication_ms")
 
 
@@ -180,18 +187,38 @@ class RemoteStepper:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Stepper.state_dict`; ``shards`` are the files that the ranks have written."""
-        folder = Shards.place(self._group.folder.parent)
-        outline, *_ = self._ask(training.write_state, self._number, str(folder))
-        state = sharded.read(folder, outline)
+        shards = self._where_there_is_room(self._written)
+        state = sharded.read(shards.folder, shards.outline)
         self._owner.load_state_dict(state["model"])
         self._ahead = False
-        return {**state, "shards": Shards(folder, outline)}
+        return {**state, "shards": shards}
+
+    def _written(self, within: Path) -> Shards:
+        folder = Shards.place(within)
+        try:
+            outline, *_ = self._ask(training.write_state, self._number, str(folder))
+        except BaseException:
+            scratch.remove(folder)
+            raise
+        return Shards(folder, outline)
+
+    def _where_there_is_room(self, write: Callable[[Path], Shards]) -> Shards:
+        """Call `write` with the folder of the group, and if that disk is full, with $ORTLAB_HOME.
+
+        The first is the folder for temporary files where all ranks run on this host.
+        """
+        try:
+            return write(self._group.folder.parent)
+        except (OSError, RankError, safetensors.SafetensorError) as error:
+            if not any(os.strerror(number) in str(error) for number in _FULL):
+                raise
+            return write(files.private(runs_root().parent))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`; ranks read the files of ``shards`` if there are any."""
-        lies = state.get("shards") or sharded.lay(
-            {name: value for name, value in state.items() if name != "shards"},
-            self._group.folder.parent,
+        whole = {name: value for name, value in state.items() if name != "shards"}
+        lies = state.get("shards") or self._where_there_is_room(
+            lambda within: sharded.lay(whole, within)
         )
         self._hear(self._ask(training.read_state, self._number, str(lies.folder), lies.outline))
         self._ahead = True

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -26,14 +27,15 @@ from ortlab.cluster import facts
 from ortlab.cluster.call import RankError
 from ortlab.engines import compatibility
 from ortlab.engines.base import StepperLost
-from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training.run import Run
 from ortlab.utils.errors import out_of_memory
+from tests.support.killing import fill, small_disk
 from tests.support.needed_engines import needs
 from tests.support.typed_magics import Typist
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, until
 from tests.support.worker_runs import (
     TOLERANCE,
     Network,
@@ -635,6 +637,22 @@ def test_a_held_run_that_is_stopped_has_its_last_checkpoint() -> None:
     final = Checkpoint.load(run.folder / "checkpoints" / "final.safetensors")
     assert final.position.step == kept
     assert torch.equal(final.model["last.bias"], model.state_dict()["last.bias"])
+
+
+def test_a_full_folder_for_temporary_files_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks then write the state of a checkpoint and of the end to ORTLAB_HOME."""
+    with small_disk(tmp_path / "temporary", 2**20) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        run = at(begin(Network(), workers=2, max_steps=5000, num_train_epochs=500), 12)
+        run.pause()
+        until(lambda: run.state == "paused")
+        fill(disk, 0)
+        kept = Checkpoint.load(run.checkpoint()).position.step
+        run.stop()
+        assert run.result(HANGS_S).state == "stopped"
+        assert Checkpoint.load(in_checkpoints(run.folder)[0]).position.step == kept
 
 
 def test_shards_load_on_more_workers(alone: dict[str, Any], shards: Path) -> None:
