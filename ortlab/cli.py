@@ -394,7 +394,9 @@ def _lab(arguments: Sequence[str]) -> int:
     options = [word for word in (*_LAB, HOW) if word.partition("=")[0] not in given]
     if hasattr(os, "getuid") and os.getuid() == 0:  # JupyterLab refuses root without it
         options.append("--allow-root")
-    environment = {**contention.SLEEPING, **os.environ}
+    environment = dict(os.environ)
+    for name, value in contention.SLEEPING.items():
+        environment[name] = environment.get(name) or value  # OpenMP refuses an empty one
     command = [sys.executable, "-m", "jupyterlab", *options, *arguments]
     sys.stdout.flush()
     os.execve(sys.executable, command, environment)

@@ -60,6 +60,7 @@ def test_lab(given: tuple[str, ...], address: str, tmp_path: Path) -> None:
     config = tmp_path / "jupyter_lab_config.py"
     config.write_text("import os, sys; print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)\n")
     environment = {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_NO_CONFIG": ""}
+    environment["OMP_WAIT_POLICY"] = ""
     answer = run("lab", *given, "--show-config", **environment)
     assert answer.returncode == 0, answer.stderr
     assert "passive" in answer.stderr.splitlines()
