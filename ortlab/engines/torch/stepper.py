@@ -218,6 +218,8 @@ class TorchStepper:
         reseed: Callable[[int], None] = lambda _: None,
         processes: Processes = OneProcess,
     ) -> None:
+        # Counted first: DeepSpeed's stage 3 leaves each parameter without elements.
+        self._elements = sum(p.numel() for p in owner.parameters())
         self._processes = processes(module, loss, owner, device)
         self._module = module
         self._owner = owner
@@ -232,7 +234,6 @@ class TorchStepper:
         self._optimizer = optimizer_for(module, settings, self._processes)
         self._kind = settings.optim.optimizer
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._elements = sum(p.numel() for p in owner.parameters())
         self._bad = torch.zeros((), device=device)
         self._scale = (
             LossScale(self._optimizer, device) if settings.model.precision == "fp16" else None
