@@ -752,7 +752,7 @@ STACKS = """
 import resource, sys, psutil, torch, ortlab
 from torch import nn
 from ortlab.engines.ortmodule.engine import execution_of
-torch.set_num_threads(1)
+torch.set_num_threads(2)  # ORT's sessions have as many
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 wrapped, inputs = ortlab.wrap(model), torch.randn(4, 8)
 if sys.argv[1] == "limited":
