@@ -63,7 +63,7 @@ def test_install_start_list_remove(data: Path, capsys: pytest.CaptureFixture[str
         asked += "print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.is_available())"
         assert kernel(asked).text == "1 1 -1 False\n"
         (table,) = kernel("%ort device").shown
-        assert "torch's threads" in table["text/plain"]
+        assert "of torch, as many in a session of ORT" in table["text/plain"]
     capsys.readouterr()
     assert main(["kernelspec", "list"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "mine"

@@ -740,6 +740,8 @@ while run.step < 3:
 """
 
 
+# Under nohup, tests inherit that SIGHUP is ignored.
+HEARS = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 SLEEPS = "print('ready', flush=True)\ntime.sleep(600)\n"
 # An interrupt before the wait has begun would hit the program instead of the wait.
 WAITS = """
@@ -762,7 +764,7 @@ run.result()
 def test_a_signal_stops_the_run_in_order(tmp_path: Path, ends: signal.Signals, waits: str) -> None:
     """SIGTERM and SIGHUP stop the run, and so does Ctrl-C, twice while `result` waits."""
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + waits, str(tmp_path)],
+        [sys.executable, "-c", HEARS + SCRIPT + waits, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -821,7 +823,9 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
 def test_a_closed_terminal_stops_the_run_in_order(tmp_path: Path) -> None:
     """It sends SIGHUP, and whatever is printed from then on raises OSError."""
     ours, theirs = os.openpty()
-    program = SCRIPT + SLEEPS.replace("time.sleep", "while True: print(run.step, flush=True)#")
+    program = (
+        HEARS + SCRIPT + SLEEPS.replace("time.sleep", "while True: print(run.step, flush=True)#")
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, os.ttyname(theirs), program, str(tmp_path)],
         start_new_session=True,
