@@ -44,13 +44,14 @@ def tutorials() -> list[object]:
 
 @pytest.mark.parametrize("path", tutorials())
 def test_runs_whole(path: Path, record_property: Callable[[str, object], None]) -> None:
-    """No cell fails and every run finishes on the engine it requested."""
+    """No cell fails and every run finishes on the engine it requested, within three minutes."""
     notebook = executed(path.stem)
     assert notebook.error is None
     assert [run["state"] for run in notebook.runs] == ["finished"] * len(notebook.runs)
     assert len(notebook.pictures()) >= len(notebook.runs), "a run left no static picture"
     assert "Traceback" not in notebook.printed()
     record_property("tutorial", f"{path.stem}: {notebook.seconds:.0f} s")
+    assert notebook.seconds < 180
 
 
 def test_first_run_shows_the_same_losses() -> None:
