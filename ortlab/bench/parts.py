@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ortlab.bench import interleaved, models, timing
+from ortlab.bench import interleaved, models
 from ortlab.bench.machine import Machine, machine
 from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
@@ -32,6 +32,7 @@ from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.guard import Guard
 from ortlab.engines.ortmodule.kernels.kernel_choice import Timing, kept
 from ortlab.engines.registry import engine
+from ortlab.engines.torch.thread_count import threads
 from ortlab.graph import profile_ort
 from ortlab.graph.profile_ort import NodeTime
 from ortlab.graph.timed_step import Step
@@ -57,7 +58,7 @@ def step(settings: StepSettings) -> StepBench:
         cache=False,
         device="cpu",
     )
-    with timing.threads(settings.threads), undisturbed_random():
+    with threads(settings.threads), undisturbed_random():
         here = machine("cpu")
         with Trial(settings, chosen) as trial:
             return _measured(trial, settings, here)

@@ -40,6 +40,7 @@ from ortlab.engines import caches
 from ortlab.engines.base import tell
 from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import training_device
+from ortlab.engines.torch.thread_count import threads
 from ortlab.settings import IN_ORT, REFERENCE, FinetuneSettings
 from ortlab.utils import environment
 from ortlab.utils.rng import undisturbed_random
@@ -249,22 +250,6 @@ def _load(settings: BenchSettings, device: str) -> None:
             )
             stepper.step([(torch.ones(2, 2), torch.ones(2, 2))], lr=0.0)
             stepper.close()
-
-
-@contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """Set the number of threads that torch computes with, and restore it afterwards.
-
-    Args:
-        number: Number of threads, or None to change nothing.
-    """
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -33,9 +33,9 @@ from ortlab.engines.base import (
     tell,
 )
 from ortlab.engines.nonfinite import Cause
-from ortlab.history.run_folder import runs_root
+from ortlab.history.run_folder import private_home
 from ortlab.settings import FinetuneSettings
-from ortlab.utils import files, scratch
+from ortlab.utils import scratch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,7 +212,7 @@ class RemoteStepper:
         except (OSError, RankError, safetensors.SafetensorError) as error:
             if not any(os.strerror(number) in str(error) for number in _FULL):
                 raise
-            return write(files.private(runs_root().parent))
+            return write(private_home())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Stepper.load_state_dict`; ranks read the files of ``shards`` if there are any."""

@@ -28,9 +28,9 @@ from ortlab.cluster.placement import (
 )
 from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
-from ortlab.history.run_folder import runs_root
+from ortlab.history.run_folder import private_home
 from ortlab.training.memory_advice import available_bytes
-from ortlab.utils import at_exit, files, scratch
+from ortlab.utils import at_exit, scratch
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Table
 
@@ -386,7 +386,7 @@ class Workers:
         """Return a new private folder that every rank can read."""
         if self.local:
             return scratch.folder("group")
-        home = files.private(runs_root().parent)
+        home = private_home()
         folder = scratch.folder("group", home)
         for rank, seen in enumerate(self.run(on_rank.sees, str(folder))):
             if not seen:

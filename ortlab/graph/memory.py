@@ -1,7 +1,7 @@
 """Memory of a training step, computed from its graph before it runs.
 
-It is the sum of the tensors that are in memory at the same time, see `lifetimes`. What
-allocators keep beyond that is estimated, see `GROWTH`.
+It is the sum of the tensors that are in memory at the same time, see `lifetimes`. Freed
+memory that allocators keep is estimated, see `GROWTH`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ortlab.utils.tables import Column, Table
 LARGEST = 10
 _IDLE = ("parameter", "optimizer state", "batch")
 GROWTH: Final = 1.75
-"""How much a process grows in a step at most, relative to the step's tensors.
+"""Upper limit of the growth of a process in a step, relative to the step's tensors.
 
 malloc keeps what was freed, and neither malloc nor ORT's arena, which grows by powers of two, can
 use every gap between tensors again. Measured on glibc: up to 1.56, see tests/bench/memory.py.
@@ -174,7 +174,7 @@ class MemoryPlan:
         return self.peak_bytes(**sizes) - self.idle_bytes(**sizes)
 
     def process_bytes(self, **sizes: int) -> int:
-        """Return how much the process grows at most, with what its allocators keep. See `GROWTH`.
+        """Return the upper limit of the growth of the process, with freed memory; see `GROWTH`.
 
         The first step with a new shape takes more while the self-check is on: it also runs in eager
         torch.
@@ -185,7 +185,8 @@ class MemoryPlan:
         Raises:
             ValueError: If a size is missing or unknown.
         """
-        return self.idle_bytes(**sizes) + int(self.step_bytes(**sizes) * GROWTH)
+        idle = self.idle_bytes(**sizes)
+        return idle + int((self.peak_bytes(**sizes) - idle) * GROWTH)
 
     def activation_bytes(self, **sizes: int) -> int:
         """Return the peak memory without parameters, their gradients and the optimizer state.

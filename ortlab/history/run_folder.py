@@ -66,6 +66,11 @@ def runs_root() -> Path:
     return (Path(data) if data else Path.home() / ".local" / "share") / "ortlab" / "runs"
 
 
+def private_home() -> Path:
+    """Return the folder that contains `runs_root`, created for this user only."""
+    return files.private(runs_root().parent)
+
+
 class RunFolder:
     """Folder of one run; the module describes its format.
 

@@ -41,7 +41,8 @@ _QUIET_S, _LOADED_S, _SETTLES_S = 2.0, 6.0, 1.0
 def task(name: str) -> tuple[nn.Module, Any, Any]:
     """Return the model, the loss function and the batch of that name."""
     if name != "mlp":
-        return models.build(name)[0], None, models.build(name)[1]
+        model, batch = models.build(name)
+        return model, None, batch
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     return model, nn.functional.cross_entropy, (torch.randn(32, 64), torch.randint(10, (32,)))

@@ -105,7 +105,7 @@ def note(path: str, cycle: int) -> None:
     """Append this process's current resources and the cost of an update of the live charts."""
     time.sleep(WATCHED_S)
     gc.collect()
-    process = psutil.Process()
+    process, files = psutil.Process(), kinds()
     pumps = [view.pump for view in charts._views]
     costs = [statistics.median(pump._costs_s) for pump in pumps if not pump.join(0)]
     held = {
@@ -116,10 +116,10 @@ def note(path: str, cycle: int) -> None:
         "threads": threading.active_count(),
         "native_threads": process.num_threads(),  # not judged: thread pools grow and shrink
         "files": process.num_fds(),
-        "sockets": kinds()["socket:"],
+        "sockets": files["socket:"],
         "widgets": len(ipywidgets.widget._instances),
         "update_ms": 1e3 * max(costs, default=0.0),
-        "kinds": kinds(),
+        "kinds": files,
         "names": Counter("-".join(thread.name.split("-")[:2]) for thread in threading.enumerate()),
     }
     with Path(path).open("a") as file:

@@ -81,7 +81,8 @@ def test_the_table() -> None:
     table = ortlab.device()
     found = {fact.what: fact.found for fact in table}
     assert hardware.processor().name in found["processor"]
-    assert found["threads"].startswith(f"{torch.get_num_threads()} of torch")
+    threads = torch.get_num_threads()
+    assert found["threads"] == f"{threads} of torch, as many in a session of ORT, 1 for small work"
     assert "GiB free of" in found["memory"]
     assert {found[f"engine {name}"] for name in ENGINES} == {"runs"}
     if doctor.no_gpu():

@@ -31,7 +31,7 @@ from ortlab.engines.base import (
 )
 from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
-from ortlab.engines.torch.small_work import suited_threads
+from ortlab.engines.torch.thread_count import suited_threads
 from ortlab.settings import EngineSettings, FinetuneSettings
 
 _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"

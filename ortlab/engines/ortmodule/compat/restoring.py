@@ -346,7 +346,7 @@ def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
     """Return the changes to session options that ORTModule's options `runtime` request."""
     found: list[Callable[[Any], None]] = [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena),
-        _with_threads_of_torch,
+        with_threads_of_torch,
     ]
     return found if runtime.spinning else [*found, plain_onnxruntime.let_threads_sleep]
 
@@ -355,8 +355,12 @@ def _with_arena(on: bool, options: Any) -> None:
     options.enable_cpu_mem_arena = on
 
 
-def _with_threads_of_torch(options: Any) -> None:
-    """Set the number of threads, without which ORT has one per core and pins each to its core."""
+def with_threads_of_torch(options: Any) -> None:
+    """Give a session as many threads as torch; by default ORT has one per core, pinned to it.
+
+    Args:
+        options: An ``onnxruntime.SessionOptions``, changed in place.
+    """
     import torch  # heavy: torch
 
     options.intra_op_num_threads = torch.get_num_threads()

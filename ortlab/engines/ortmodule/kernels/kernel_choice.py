@@ -52,7 +52,7 @@ _OF_NO_MATTER = frozenset(
     | {"alpha", "beta", "epsilon", "keepdims", "noop_with_empty_axes", "transBatchA", "transBatchB"}
 )
 """Attributes that do not affect a kernel's time where a rule applies."""
-_TOLD = "means"
+_TOLD = "means, with as many threads in ORT as in torch"
 """Kind of the cached times. Times of another kind are ignored."""
 _RANDOM = {TensorProto.FLOAT: np.float32}
 
@@ -286,6 +286,7 @@ def _call(
 
     options = onnxruntime.SessionOptions()
     let_threads_sleep(options)
+    restoring.with_threads_of_torch(options)
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -527,7 +527,7 @@ def test_cross_entropy_and_its_gradient(ops: Any, kind: torch.dtype, low: bool, 
 
 
 def test_cross_entropy_where_nothing_counts(ops: Any) -> None:
-    """As in torch: the mean of nothing is NaN, the sum is zero, and the gradients are zero."""
+    """The mean of nothing is NaN, and the sum and all gradients are zero, as in torch."""
     logits, labels = torch.randn(4, 7), torch.full((4,), -100)
     for mean in (True, False):
         loss, sums = ops.cross_entropy(logits, labels, -100, mean)

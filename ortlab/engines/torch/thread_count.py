@@ -1,7 +1,8 @@
-"""One thread for small work: handing parts of it to other threads takes longer than computing it.
+"""Number of threads that torch computes with: one for small work.
 
-With two threads a small perceptron's step takes up to three times as long where idle threads sleep,
-and on a busy machine it waits for a core with each handover.
+Handing parts of small work to other threads takes longer than computing it. With two threads a
+small perceptron's step takes up to three times as long where idle threads sleep, and on a busy
+machine it waits for a core with each handover.
 """
 
 from __future__ import annotations
@@ -50,11 +51,21 @@ def suited_threads(parameters: int, work: Sequence[Batch]) -> Iterator[None]:
         parameters: Number of elements of the model's parameters.
         work: Batches of the step.
     """
-    before = torch.get_num_threads()
-    if before == 1 or any(products(parameters, batch) >= SMALL for batch in work):
+    small = all(products(parameters, batch) < SMALL for batch in work)
+    with threads(1 if small else None):
         yield
-        return
-    torch.set_num_threads(1)
+
+
+@contextlib.contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """Set the number of threads that torch computes with, and restore it afterwards.
+
+    Args:
+        number: Number of threads, or None to change nothing.
+    """
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.registry import engine
-from ortlab.engines.torch.small_work import SMALL, products, suited_threads
+from ortlab.engines.torch.thread_count import SMALL, products, suited_threads
 from ortlab.settings import FinetuneSettings
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
