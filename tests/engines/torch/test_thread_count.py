@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.registry import engine
+from ortlab.engines.single_process import OneProcess
+from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.engines.torch.thread_count import SMALL, products, suited_threads
 from ortlab.settings import FinetuneSettings
 
@@ -99,6 +102,39 @@ def test_one_large_micro_batch_makes_the_step_large() -> None:
     trains = stepper("eager", model)
     trains.step([batch(1, 100), batch(SMALL // 404 + 1, 100)], lr=0.1)
     assert model.threads == [3, 3]
+    trains.close()
+
+
+class Partitioned(OneProcess):
+    """A process whose parameters have elements only in a step, as in DeepSpeed's stage 3."""
+
+    def __init__(self, module: nn.Module, loss: Any, owner: nn.Module, device: Any) -> None:
+        super().__init__(module, loss, owner, device)
+        self._whole = [(parameter, parameter.data) for parameter in owner.parameters()]
+        for parameter in owner.parameters():
+            parameter.data = torch.empty(0)
+
+    @contextlib.contextmanager
+    def together(self, *, training: bool) -> Iterator[None]:  # type: ignore[override]
+        for parameter, whole in self._whole:
+            parameter.data = whole
+        with super().together(training=training):
+            yield
+
+
+def test_partitioned_parameters_count_whole() -> None:
+    model = Counts(100)
+    trains = TorchStepper(
+        model,
+        nn.functional.cross_entropy,
+        FinetuneSettings.of({"engine": "eager", "device": "cpu", "optimizer": "sgd"}),
+        owner=model,
+        device=torch.device("cpu"),
+        report=lambda: pytest.fail("nobody asks"),
+        processes=Partitioned,
+    )
+    trains.step([batch(SMALL // 404 + 1, 100)], lr=0.1)
+    assert model.threads == [3]
     trains.close()
 
 

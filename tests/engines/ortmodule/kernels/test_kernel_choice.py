@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -243,6 +244,23 @@ def test_the_number_of_threads_is_another_machine(threads: None) -> None:
         torch.set_num_threads(count)
         found.add(kernel_choice.path())
     assert len(found) == 3
+
+
+def test_ort_is_timed_with_as_many_threads_as_torch(
+    threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    class Recorded(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, model: bytes, options: Any, *others: Any, **named: Any) -> None:
+            given.append(options.intra_op_num_threads)
+            super().__init__(model, options, *others, **named)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Recorded)
+    torch.set_num_threads(3)
+    _trained()
+    assert given
+    assert set(given) == {3}
 
 
 def test_nothing_is_measured_where_all_are_taken_or_none() -> None:
