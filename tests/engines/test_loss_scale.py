@@ -17,6 +17,7 @@ from ortlab.engines.base import Report, StepResult
 from ortlab.engines.registry import engine, refusal
 from ortlab.engines.torch import stepper as torch_native
 from ortlab.engines.torch.stepper import TorchStepper
+from ortlab.engines.torch.thread_count import threads
 from ortlab.settings import FinetuneSettings
 from tests.support.resuming import network
 
@@ -56,6 +57,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert torch.equal(value, other[name]), name
 
 
+@threads(1)  # as in the engine: the bits of a norm depend on the number of threads
 def by_hand(
     model: nn.Module, steps: list[list[Batch]], scaler: torch.amp.GradScaler, name: str, clip: float
 ) -> list[tuple[float, float, bool, float]]:
