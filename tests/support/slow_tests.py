@@ -25,6 +25,7 @@ SLOW = (
     "cluster/",
     "deploy/test_torchrun_script.py",
     "engines/distributed/",
+    "engines/ort/",
     "engines/ortmodule/compat/test_patches.py",
     "engines/ortmodule/kernels/",
     "engines/ortmodule/test_fingerprint.py",

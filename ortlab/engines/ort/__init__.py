@@ -1,0 +1,1 @@
+"""Engine ``ort``: training in today's onnxruntime, with graphs that torch captures."""

@@ -1,0 +1,90 @@
+"""Scaled dot product attention in ORT's operators, with the results and draws of eager torch."""
+
+from __future__ import annotations
+
+import math
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+_OPERATOR = torch.nn.functional.scaled_dot_product_attention
+_MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by its formula.
+
+    A query whose keys are all masked has the result 0, as in torch. No intermediate value is
+    infinite, so that no gradient is NaN.
+
+    Args:
+        query: Queries, [..., heads, length, width].
+        key: Keys, [..., heads of keys, source, width].
+        value: Values, [..., heads of keys, source, width of values].
+        attn_mask: Booleans, True where attention is allowed, or numbers to add to the scores.
+        dropout_p: Probability of dropout of the attention weights.
+        is_causal: True to let each query attend only to keys up to its own position.
+        scale: Factor of the scores; by default 1 / sqrt(width).
+        enable_gqa: True if several heads of queries share one head of keys.
+
+    Returns:
+        The weighted values, [..., heads, length, width of values].
+    """
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if enable_gqa:
+        shared = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(shared, -3) for each in (key, value))
+    scores = torch.matmul(query * factor, key.transpose(-1, -2))
+    lowest = torch.finfo(scores.dtype).min
+    masked = None
+    if is_causal:
+        rows, columns = (torch.arange(n, device=query.device) for n in scores.shape[-2:])
+        scores = torch.where(rows[:, None] >= columns, scores, lowest)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = torch.where(attn_mask, scores, lowest)
+        masked = ~attn_mask.any(-1, keepdim=True)
+    elif attn_mask is not None:
+        scores = scores + attn_mask.clamp(min=lowest)
+        masked = (attn_mask == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0:
+        weights = torch.nn.functional.dropout(weights, dropout_p, True)
+    result = torch.matmul(weights, value)
+    return result if masked is None else torch.where(masked, 0.0, result)
+
+
+def _with_attention(function: Any) -> Any:
+    """Return a function of torch.nn.functional that calls `attention` instead of torch's."""
+    names = {**function.__globals__, _OPERATOR.__name__: attention}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = made  # which modes of torch are handed
+    return made
+
+
+_REPLACED = {_OPERATOR: attention, _MULTI_HEAD: _with_attention(_MULTI_HEAD)}
+
+
+def replace_attention(module: torch.nn.Module) -> None:
+    """Let a graph of Dynamo call `attention`, also in graphs that it contains.
+
+    Args:
+        module: Graph that Dynamo captured; it is changed.
+    """
+    for child in module.modules():
+        if isinstance(child, fx.GraphModule):
+            for node in child.graph.nodes:
+                if node.op == "call_function" and node.target in _REPLACED:
+                    node.target = _REPLACED[node.target]
+            child.recompile()

@@ -1,0 +1,230 @@
+"""Capture of forward and backward graphs by TorchDynamo and AOTAutograd, and their compilation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.ort import draws
+from ortlab.engines.ort.attention import replace_attention
+from ortlab.engines.ort.lowering.graph import RULES
+from ortlab.engines.ort.segments import Division, divide
+from ortlab.engines.ort.session import unavailable
+
+aten = torch.ops.aten
+
+Phase = Literal["forward", "backward", "inference"]
+
+_ALSO_DECOMPOSED: Final = (
+    aten.addcdiv,
+    aten.addcmul,
+    aten.addmv,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.elu,
+    aten.elu_backward,
+    aten.glu,
+    aten.glu_backward,
+    aten.hardshrink,
+    aten.hardsigmoid,
+    aten.hardsigmoid_backward,
+    aten.hardswish_backward,
+    aten.hardtanh_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.index_add,
+    aten.leaky_relu_backward,
+    aten.lerp,
+    aten.linalg_vector_norm,
+    aten.log_sigmoid_backward,
+    aten.log_sigmoid_forward,
+    aten.logsumexp,
+    aten.mish,
+    aten.mish_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.norm,
+    aten.roll,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.softplus,
+    aten.softplus_backward,
+    aten.softshrink,
+    aten.std,
+    aten.tril,
+    aten.triu,
+    aten.unfold_backward,
+    aten.upsample_bilinear2d,
+    aten.upsample_nearest2d,
+    aten.var,
+    aten.var_mean,
+)
+"""Operators that torch can decompose although they are not in its core list."""
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return torch's decompositions of the operators that have no rule.
+
+    Operators that draw random numbers are not decomposed: they would draw other numbers.
+    """
+    found = {**core_aten_decompositions(), **get_decompositions(_ALSO_DECOMPOSED)}
+    return {
+        operator: decomposition
+        for operator, decomposition in found.items()
+        if operator not in RULES and torch.Tag.nondeterministic_seeded not in operator.tags
+    }
+
+
+@dataclass
+class CompiledGraph:
+    """A graph that was captured and compiled.
+
+    Attributes:
+        phase: Forward or backward pass of training, or inference.
+        division: Its segments.
+        seconds: Time of the compilation, without Dynamo's capture.
+        calls: Number of calls so far.
+        call_seconds: Time of the calls so far.
+    """
+
+    phase: Phase
+    division: Division
+    seconds: float
+    calls: int = 0
+    call_seconds: float = 0.0
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        """Run the graph.
+
+        Args:
+            arguments: Inputs; the list is emptied, so that they can be released early.
+
+        Returns:
+            The outputs.
+        """
+        started = time.perf_counter()
+        results = self.division.module.forward(arguments)
+        self.call_seconds += time.perf_counter() - started
+        self.calls += 1
+        return results
+
+
+@dataclass
+class Backend:
+    """Backend of `torch.compile` that runs graphs in ORT, and remembers them.
+
+    Attributes:
+        graphs: Graphs compiled so far.
+    """
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile a graph of Dynamo.
+
+        Args:
+            module: Graph of torch functions.
+            inputs: Example inputs.
+            options: Options of `torch.compile`; there are none.
+
+        Returns:
+            A function with the same arguments and results.
+
+        Raises:
+            ValueError: If an option is unknown.
+            EngineUnavailable: If there is no onnxruntime.
+        """
+        if options:
+            raise ValueError(f"backend 'ortlab' has no option {', '.join(map(repr, options))}")
+        if (reason := unavailable()) is not None:
+            raise EngineUnavailable(reason)
+        replace_attention(module)
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=self._compiler("forward"),
+            bw_compiler=self._compiler("backward"),
+            inference_compiler=self._compiler("inference"),
+            partition_fn=_partition,
+            decompositions=decompositions(),
+        )(module, inputs)
+        return compiled
+
+    def _compiler(self, phase: Phase) -> Callable[..., Any]:
+        def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            started = time.perf_counter()
+            _donate_nothing()
+            with unset_fake_temporarily():
+                if phase == "inference":
+                    draws.take_out(module)
+                division = divide(module)
+            made = CompiledGraph(phase, division, time.perf_counter() - started)
+            self.graphs.append(made)
+
+            def run(arguments: list[Any]) -> Any:
+                return made(arguments)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+
+def _donate_nothing() -> None:
+    """Let the backward pass that is being compiled keep the saved tensors, for retain_graph.
+
+    Torch lets a backend overwrite them, and then refuses a second pass. ORT overwrites no input.
+    Switched off by its option, torch 2.13 still refuses: it compares None with the empty list.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def ortlab(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo: the backend ``"ortlab"`` of `torch.compile`.
+
+    Torch finds it through the entry point group ``torch_dynamo_backends``, without an import.
+
+    Args:
+        module: Graph of torch functions.
+        inputs: Example inputs.
+        options: Options of `torch.compile`; there are none.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: If an option is unknown.
+        EngineUnavailable: If there is no onnxruntime.
+
+    Example:
+        >>> compiled = torch.compile(model, backend="ortlab")
+    """
+    return Backend()(module, inputs, options=options)
+
+
+def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Divide a joint graph into forward and backward pass: what is cheap is computed twice."""
+    draws.take_out(joint)
+    return min_cut_rematerialization_partition(joint, inputs, **options)

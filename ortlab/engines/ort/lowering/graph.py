@@ -1,0 +1,616 @@
+"""Construction of an ONNX graph from ATen operators: values with torch's shape and type, nodes.
+
+Sizes are integers or sympy expressions of torch's size symbols. Expressions are compared by their
+structure, never through SymInt, whose comparisons would add guards to the compiled function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+import numpy as np
+import onnx
+import sympy
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import fx
+
+OPSET: Final = 21
+IR_VERSION: Final = 10
+"""Newest versions that both runtimes read: onnxruntime-training 1.19.2 and today's onnxruntime."""
+
+MICROSOFT: Final = "com.microsoft"
+"""Domain of ONNX Runtime's own operators: docs/ContribOperators.md in its repository."""
+
+ONNX_TYPES: Final = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
+"""Types of the values of an ORT segment; operators on others run in torch."""
+
+NUMPY_TYPES: Final = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+Size: TypeAlias = "int | sympy.Expr"
+"""Size of a dimension."""
+
+Rule = Callable[..., Any]
+F = TypeVar("F", bound=Rule)
+
+RULES: Final[dict[Any, Rule]] = {}
+"""Rules by operator overload. A rule gets the graph, the FX node and its arguments."""
+
+
+class NotLowered(Exception):
+    """Raised when a rule does not cover a call; the operator then runs in torch."""
+
+
+def lowers(*operators: Any) -> Callable[[F], F]:
+    """Register a function as the rule of operators.
+
+    Args:
+        *operators: Overloads such as ``torch.ops.aten.mm.default``.
+    """
+
+    def register(rule: F) -> F:
+        for operator in operators:
+            assert operator not in RULES, operator
+            RULES[operator] = rule
+        return rule
+
+    return register
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """Value of an ONNX graph, with the shape and the type that it has in torch.
+
+    Attributes:
+        name: Name in the graph.
+        shape: Sizes.
+        dtype: Type of the elements.
+        transposed: For the result of a Transpose, its input and the permutation.
+    """
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    transposed: tuple[Value, tuple[int, ...]] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+Number: TypeAlias = "int | float | sympy.Expr"
+"""Scalar argument of an operator; an expression where torch has a SymInt or SymFloat."""
+
+
+def size_of(size: Any) -> Size:
+    """Return a size of torch as an integer or an expression.
+
+    Args:
+        size: Integer, SymInt or sympy expression.
+    """
+    if isinstance(size, torch.SymInt):
+        size = size.node.expr
+    return int(size) if isinstance(size, int | sympy.Integer) else size
+
+
+def shape_of(shape: Iterable[Any]) -> tuple[Size, ...]:
+    """Return a shape of torch as integers and expressions.
+
+    Args:
+        shape: Sizes of a tensor.
+    """
+    return tuple(map(size_of, shape))
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of sizes.
+
+    Args:
+        sizes: Integers or expressions.
+    """
+    return size_of(math.prod(sizes))
+
+
+class OnnxGraph:
+    """ONNX graph under construction.
+
+    Equal nodes are created once. Names of nodes start with the name of their FX node.
+
+    Attributes:
+        nodes: Nodes in order of execution.
+        constants: Initializers by content.
+        current: FX node whose rule is running.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.constants: dict[Any, TensorProto] = {}
+        self.current: fx.Node | None = None
+        self._made: dict[Any, list[str]] = {}
+        self._sizes: dict[sympy.Expr, Value] = {}
+        self._count = 0
+
+    # Nodes
+
+    def node(
+        self,
+        operator: str,
+        *inputs: Value | None,
+        outputs: int,
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[str]:
+        """Add a node, or return the outputs of an equal one.
+
+        Args:
+            operator: ONNX operator.
+            *inputs: Inputs; None for an optional one that is left out.
+            outputs: Number of outputs.
+            domain: Domain of the operator.
+            **attributes: Attributes of the node; those with value None are left out.
+
+        Returns:
+            Names of the outputs.
+        """
+        names = ["" if value is None else value.name for value in inputs]
+        while names and not names[-1]:
+            names.pop()
+        given = {key: value for key, value in attributes.items() if value is not None}
+        key = (operator, domain, outputs, *names, *((k, str(v)) for k, v in sorted(given.items())))
+        if key not in self._made:
+            origin = "" if self.current is None else self.current.name
+            self._count += 1
+            results = [f"{origin}/{operator}.{self._count}.{i}" for i in range(outputs)]
+            made = helper.make_node(
+                operator,
+                names,
+                results,
+                f"{origin}/{operator}.{self._count}",
+                domain=domain,
+                **given,
+            )
+            self.nodes.append(made)
+            self._made[key] = results
+        return self._made[key]
+
+    def value(
+        self,
+        operator: str,
+        *inputs: Value | None,
+        shape: Sequence[Size],
+        dtype: torch.dtype,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Value:
+        """Add a node with one output.
+
+        Args:
+            operator: ONNX operator.
+            *inputs: Inputs; None for an optional one that is left out.
+            shape: Sizes of the output.
+            dtype: Type of the output.
+            domain: Domain of the operator.
+            **attributes: Attributes of the node.
+
+        Returns:
+            The output.
+        """
+        (name,) = self.node(operator, *inputs, outputs=1, domain=domain, **attributes)
+        return Value(name, tuple(shape), dtype)
+
+    # Constants and sizes
+
+    def constant(self, content: Any, dtype: torch.dtype = torch.int64) -> Value:
+        """Return an initializer.
+
+        Args:
+            content: Number, nested sequence or array.
+            dtype: Type of the elements.
+        """
+        if dtype not in NUMPY_TYPES:
+            raise NotLowered(f"a constant of type {dtype}")
+        array: np.ndarray[Any, Any] = np.asarray(content, dtype=NUMPY_TYPES[dtype])
+        key = (array.tobytes(), array.shape, dtype)
+        if key not in self.constants:
+            name = f"constant.{len(self.constants)}"
+            self.constants[key] = numpy_helper.from_array(np.ascontiguousarray(array), name)
+            self.constants[key].dims[:] = array.shape  # ascontiguousarray makes scalars vectors
+        return Value(self.constants[key].name, array.shape, dtype)
+
+    def bind(self, size: sympy.Expr, value: Value) -> None:
+        """Let `value` be the value of a size expression, unless it has one.
+
+        Args:
+            size: Symbol or expression.
+            value: Tensor of type int64 and shape [1].
+        """
+        self._sizes.setdefault(size, value)
+
+    def bind_shape(self, value: Value) -> None:
+        """Let the symbols in the shape of a tensor be read from it, unless they have a value.
+
+        Args:
+            value: Tensor.
+        """
+        for i, size in enumerate(value.shape):
+            if isinstance(size, sympy.Expr) and size not in self._sizes:
+                read = self.value("Shape", value, shape=[1], dtype=torch.int64, start=i, end=i + 1)
+                self._sizes[size] = read
+
+    def number(self, number: Number) -> Value:
+        """Return a number as a tensor of shape [1]; int64, or float64 for a fraction.
+
+        Args:
+            number: Integer or float, or an expression of size symbols.
+
+        Raises:
+            NotLowered: If an expression has a function or a symbol without a value here.
+        """
+        if not isinstance(number, sympy.Expr):
+            return self.constant(
+                [number], torch.float64 if isinstance(number, float) else torch.int64
+            )
+        if number.is_Integer:
+            return self.constant([int(number)])
+        if number.is_Float or number.is_Rational:
+            return self.constant([float(number)], torch.float64)
+        if number not in self._sizes:
+            self._sizes[number] = self._computed(number)
+        return self._sizes[number]
+
+    def _computed(self, number: sympy.Expr) -> Value:
+        name = type(number).__name__
+        if number.is_Symbol:
+            raise NotLowered(f"the size {number}, which is not known here")
+        values = [self.number(argument) for argument in number.args]
+        if name in ("Add", "Mul", "Max", "Min"):
+            result = values[0]
+            for value in values[1:]:
+                result = self._arithmetic(name, result, value)
+            return result
+        if name == "Pow" and number.args[1].is_Integer and int(number.args[1]) > 0:
+            result = values[0]
+            for _ in range(int(number.args[1]) - 1):
+                result = self._arithmetic("Mul", result, values[0])
+            return result
+        if name in ("FloorDiv", "CleanDiv"):
+            return self._arithmetic("Div", *values)
+        if name in ("Mod", "PythonMod"):
+            return self._arithmetic("Mod", *values)
+        if name in ("IntTrueDiv", "FloatTrueDiv"):
+            return self._arithmetic("Div", *(self.cast(value, torch.float64) for value in values))
+        if name == "ToFloat":
+            return self.cast(values[0], torch.float64)
+        if name in _ROUNDING:
+            value = self.cast(values[0], torch.float64)
+            if (operator := _ROUNDING[name]) is not None:
+                value = self.value(operator, value, shape=[1], dtype=value.dtype)
+            return self.cast(value, torch.int64)
+        raise NotLowered(f"the size {number}")
+
+    def _arithmetic(self, operator: str, one: Value, other: Value) -> Value:
+        dtype = torch.promote_types(one.dtype, other.dtype)
+        return self.value(
+            operator, self.cast(one, dtype), self.cast(other, dtype), shape=[1], dtype=dtype
+        )
+
+    def sizes(self, sizes: Sequence[Number]) -> Value:
+        """Return integers as a vector of type int64, such as a shape.
+
+        Args:
+            sizes: Integers or expressions.
+        """
+        known = [size_of(size) for size in sizes]
+        if all(isinstance(size, int) for size in known):
+            return self.constant(np.array(known, dtype=np.int64))
+        parts = [self.number(size) for size in known]
+        return self.value("Concat", *parts, shape=[len(parts)], dtype=torch.int64, axis=0)
+
+    def scalar(self, number: Value | Number, dtype: torch.dtype) -> Value:
+        """Return a number as a tensor; one that is a tensor already is cast.
+
+        Args:
+            number: Number or tensor.
+            dtype: Type of the result.
+        """
+        if isinstance(number, Value):
+            return self.cast(number, dtype)
+        if isinstance(number, sympy.Expr) and not number.is_number:
+            return self.cast(self.reshape(self.number(number), []), dtype)
+        return self.constant(float(number) if isinstance(number, sympy.Expr) else number, dtype)
+
+    # Common operators
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        """Cast a tensor.
+
+        Args:
+            value: Tensor.
+            dtype: New type.
+        """
+        if value.dtype == dtype:
+            return value
+        if dtype not in ONNX_TYPES:
+            raise NotLowered(f"a tensor of type {dtype}")
+        return self.value("Cast", value, shape=value.shape, dtype=dtype, to=ONNX_TYPES[dtype])
+
+    def reshape(self, value: Value, shape: Sequence[Size]) -> Value:
+        """Reshape a tensor.
+
+        Args:
+            value: Tensor.
+            shape: New sizes, all of them.
+        """
+        shape = shape_of(shape)
+        if shape == value.shape:
+            return value
+        unknown = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+        if len(unknown) == 1 and 0 not in shape:  # needs no arithmetic
+            target = self.constant([-1 if i in unknown else size for i, size in enumerate(shape)])
+        else:
+            target = self.sizes(shape)
+        # allowzero: a size of 0 is meant as such.
+        return self.value("Reshape", value, target, shape=shape, dtype=value.dtype, allowzero=1)
+
+    def transpose(self, value: Value, order: Sequence[int]) -> Value:
+        """Permute the dimensions of a tensor.
+
+        Args:
+            value: Tensor.
+            order: Dimension of `value` for each dimension of the result.
+        """
+        order = tuple(i % value.rank for i in order)
+        if order == tuple(range(value.rank)):
+            return value
+        shape = tuple(value.shape[i] for i in order)
+        made = self.value("Transpose", value, shape=shape, dtype=value.dtype, perm=order)
+        return Value(made.name, shape, value.dtype, (value, order))
+
+    def expand(self, value: Value, shape: Sequence[Size]) -> Value:
+        """Broadcast a tensor.
+
+        Args:
+            value: Tensor.
+            shape: New sizes.
+        """
+        shape = shape_of(shape)
+        if shape == value.shape:
+            return value
+        return self.value("Expand", value, self.sizes(shape), shape=shape, dtype=value.dtype)
+
+    def unary(self, operator: str, value: Value, **attributes: Any) -> Value:
+        """Apply an elementwise operator that keeps shape and type.
+
+        Args:
+            operator: ONNX operator.
+            value: Tensor.
+            **attributes: Attributes of the node.
+        """
+        return self.value(operator, value, shape=value.shape, dtype=value.dtype, **attributes)
+
+    def binary(
+        self,
+        operator: str,
+        one: Value | Number,
+        other: Value | Number,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Value:
+        """Apply an elementwise operator with broadcasting.
+
+        Args:
+            operator: ONNX operator.
+            one: Tensor or number.
+            other: Tensor or number.
+            dtype: Type in which to compute; by default that of the first tensor.
+        """
+        if dtype is None:
+            dtype = next(each.dtype for each in (one, other) if isinstance(each, Value))
+        left, right = self.scalar(one, dtype), self.scalar(other, dtype)
+        shape = broadcast(left.shape, right.shape)
+        return self.value(operator, left, right, shape=shape, dtype=dtype)
+
+    def compare(self, operator: str, one: Value | Number, other: Value | Number) -> Value:
+        """Compare two tensors elementwise.
+
+        Args:
+            operator: ONNX operator that returns booleans.
+            one: Tensor or number.
+            other: Tensor or number.
+        """
+        made = self.binary(operator, one, other)
+        return Value(made.name, made.shape, torch.bool)
+
+    def where(self, condition: Value, one: Value | Number, other: Value | Number) -> Value:
+        """Select between two tensors elementwise.
+
+        Args:
+            condition: Booleans.
+            one: Tensor or number where the condition holds.
+            other: Tensor or number elsewhere.
+        """
+        dtype = next(each.dtype for each in (one, other) if isinstance(each, Value))
+        left, right = self.scalar(one, dtype), self.scalar(other, dtype)
+        shape = broadcast(condition.shape, broadcast(left.shape, right.shape))
+        return self.value("Where", condition, left, right, shape=shape, dtype=dtype)
+
+    def reduce(
+        self, operator: str, value: Value, dims: Sequence[int] | None, *, keep: bool = False
+    ) -> Value:
+        """Reduce dimensions of a tensor.
+
+        Args:
+            operator: ONNX operator, such as "ReduceSum".
+            value: Tensor.
+            dims: Dimensions to reduce; None or empty for all.
+            keep: True to keep them with size 1.
+        """
+        if value.rank == 0:
+            return value
+        axes = sorted(i % value.rank for i in dims or range(value.rank))
+        shape = [1 if i in axes else n for i, n in enumerate(value.shape) if keep or i not in axes]
+        return self.value(
+            operator, value, self.constant(axes), shape=shape, dtype=value.dtype, keepdims=int(keep)
+        )
+
+    def full(self, shape: Sequence[Size], number: Number, dtype: torch.dtype) -> Value:
+        """Return a tensor with one number everywhere.
+
+        Args:
+            shape: Sizes.
+            number: Number; it may be an expression.
+            dtype: Type of the elements.
+        """
+        shape = shape_of(shape)
+        if not shape or isinstance(number, sympy.Expr):
+            return self.expand(self.scalar(number, dtype), shape)
+        if dtype not in ONNX_TYPES:
+            raise NotLowered(f"a tensor of type {dtype}")
+        content = numpy_helper.from_array(np.asarray([number], dtype=NUMPY_TYPES[dtype]))
+        return self.value(
+            "ConstantOfShape", self.sizes(shape), shape=shape, dtype=dtype, value=content
+        )
+
+    def slice(
+        self, value: Value, dim: int, start: Number, end: Number, shape: Sequence[Size]
+    ) -> Value:
+        """Return a range of one dimension.
+
+        Args:
+            value: Tensor.
+            dim: Dimension.
+            start: First index.
+            end: Index after the last.
+            shape: Sizes of the result.
+        """
+        inputs = (self.sizes([number]) for number in (start, end, dim))
+        return self.value("Slice", value, *inputs, shape=shape, dtype=value.dtype)
+
+
+_ROUNDING: Final = {
+    "TruncToInt": None,  # as Cast does
+    "FloorToInt": "Floor",
+    "CeilToInt": "Ceil",
+    "floor": "Floor",
+    "ceiling": "Ceil",
+}
+"""ONNX operators of the functions that round a fraction to a size."""
+
+END: Final = 2**62
+"""Index behind the end of any dimension."""
+
+
+def broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
+    """Return the shape that two shapes broadcast to.
+
+    Args:
+        one: Sizes.
+        other: Sizes.
+    """
+    rank = max(len(one), len(other))
+    pairs = zip([1] * (rank - len(one)) + [*one], [1] * (rank - len(other)) + [*other], strict=True)
+    return tuple(b if a == 1 else a for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Shape and type of a tensor that an FX node returns.
+
+    Attributes:
+        shape: Sizes.
+        dtype: Type of the elements.
+    """
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+def result(node: fx.Node, i: int | None = None) -> Result:
+    """Return shape and type of an FX node's result.
+
+    Args:
+        node: FX node with a fake tensor in its metadata.
+        i: Number of the result, for an operator with several.
+    """
+    value = node.meta["val"] if i is None else node.meta["val"][i]
+    return Result(shape_of(value.shape), value.dtype)
+
+
+def lower(graph: OnnxGraph, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    """Add the nodes of one FX node to a graph.
+
+    Args:
+        graph: Graph under construction.
+        node: Call of an operator.
+        known: Values of the FX nodes before it.
+
+    Returns:
+        A value, or a list of values and None for an operator with several results.
+
+    Raises:
+        NotLowered: If no rule covers the call.
+    """
+    rule = RULES.get(node.target)
+    if rule is None:
+        raise NotLowered("no rule for this operator")
+    graph.current = node
+
+    def argument(given: Any) -> Any:
+        if isinstance(given, fx.Node):
+            return known[given]
+        if isinstance(given, list | tuple):
+            return [argument(each) for each in given]
+        return given
+
+    arguments = [argument(each) for each in node.args]
+    named = {name: argument(each) for name, each in node.kwargs.items()}
+    try:
+        return _as_torch_has_it(rule(graph, node, *arguments, **named), node.meta["val"])
+    except NotLowered:
+        raise
+    # A defect of a rule costs speed, not the model: torch runs the operator, as the report says.
+    except Exception as error:
+        raise NotLowered(f"{DEFECT} ({type(error).__name__}: {error})") from error
+
+
+def _as_torch_has_it(made: Any, meant: Any) -> Any:
+    """Return a rule's result with sizes in torch's form; equal ones may differ in their form."""
+    if made is None or meant is None:
+        return None
+    if not isinstance(made, Value):
+        return [_as_torch_has_it(*each) for each in zip(made, meant, strict=True)]
+    shape = shape_of(meant.shape)
+    known = [
+        one == other
+        for one, other in zip(made.shape, shape, strict=True)
+        if isinstance(one, int) and isinstance(other, int)
+    ]
+    assert made.dtype is meant.dtype, f"{made} in place of {meant.dtype}"
+    assert all(known), f"{made} in place of {shape}"
+    return Value(made.name, shape, made.dtype, made.transposed)
+
+
+DEFECT: Final = "its rule failed"
+"""Start of the reason for an operator in torch whose rule has a defect."""

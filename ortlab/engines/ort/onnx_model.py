@@ -1,0 +1,282 @@
+"""Lowering of a whole FX graph to an ONNX model, and reading of FX graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import onnx
+import sympy
+import torch
+from onnx import helper
+from torch import fx
+
+from ortlab.engines.ort.lowering.graph import (
+    IR_VERSION,
+    MICROSOFT,
+    ONNX_TYPES,
+    OPSET,
+    NotLowered,
+    OnnxGraph,
+    Value,
+    lower,
+    shape_of,
+    size_of,
+)
+
+aten = torch.ops.aten
+
+VIEWS: Final = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+"""Operators that cost nothing in torch."""
+
+# Reading FX graphs
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return True if the result of a node is a number: a size, or computed from sizes.
+
+    Args:
+        node: Node with metadata.
+    """
+    kinds = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("val"), kinds)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in a node's metadata.
+
+    Args:
+        value: Tensor, or list or tuple of values.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def source_line(node: fx.Node) -> str:
+    """Return the line of the user's code that a node belongs to, as "file.py:12"; "" if unknown.
+
+    Args:
+        node: Node with the metadata of Dynamo's capture.
+    """
+    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    for line in reversed(trace):
+        parts = line.strip().split('"')
+        if line.strip().startswith("File") and len(parts) == 3:
+            number = parts[2].split(",")[1].removeprefix(" line ").strip()
+            return f"{parts[1]}:{number}"
+    return ""
+
+
+# Lowering
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An FX graph as an ONNX model.
+
+    Attributes:
+        model: The model.
+        inputs: Names of its inputs, each with the number of the FX placeholder.
+        outputs: Names of its outputs.
+        results: For each FX output, the number of the model's output or, negative, -1 minus the
+            number of the placeholder that it is.
+    """
+
+    model: onnx.ModelProto
+    inputs: dict[str, int]
+    outputs: list[str]
+    results: list[int]
+
+
+class NodeNotLowered(Exception):
+    """Raised if ORT cannot run a node.
+
+    Attributes:
+        node: The node.
+        reason: Why ORT cannot run it.
+    """
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node}: {reason}")
+        self.node, self.reason = node, reason
+
+
+def values_of(node: fx.Node, names: Iterator[str]) -> Any:
+    """Return values with the shapes and types of a node's results.
+
+    Args:
+        node: Node with metadata.
+        names: Names for the values.
+
+    Returns:
+        A value, a list of values and None, or a number.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return Value(next(names), shape_of(value.shape), value.dtype)
+    if isinstance(value, list | tuple):
+        return [
+            None if each is None else Value(next(names), shape_of(each.shape), each.dtype)
+            for each in value
+        ]
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a node has in an ONNX graph: torch's expression of a size."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return size_of(value) if isinstance(value, torch.SymInt) else value.node.expr
+    return value
+
+
+def lowered(module: fx.GraphModule) -> Lowered:
+    """Lower an FX graph to an ONNX model.
+
+    Args:
+        module: Graph of ATen operators whose output is a list of tensors.
+
+    Returns:
+        The model, and how its inputs and outputs belong to those of the graph.
+
+    Raises:
+        NodeNotLowered: If no rule covers a node.
+    """
+    graph = OnnxGraph()
+    known: dict[fx.Node, Any] = {}
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    offered: dict[str, tuple[int, onnx.ValueInfoProto]] = {}
+    for i, node in enumerate(placeholders):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            known[node] = values_of(node, iter([node.name]))
+            info = helper.make_tensor_value_info(
+                node.name, ONNX_TYPES[value.dtype], _named(known[node].shape)
+            )
+        else:
+            known[node] = number = _number(value)
+            if not isinstance(number, sympy.Expr):
+                continue
+            dtype = torch.float64 if isinstance(value, torch.SymFloat) else torch.int64
+            graph.bind(number, Value(node.name, (1,), dtype))
+            info = helper.make_tensor_value_info(node.name, ONNX_TYPES[dtype], [1])
+        offered[node.name] = i, info
+    for symbols in (True, False):  # a symbol's own size before sizes that are computed from it
+        for node in placeholders:
+            if isinstance(known[node], Value):
+                _bind(graph, known[node], symbols=symbols)
+    for node in nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, str(node.target)).detach()
+            known[node] = graph.constant(tensor.numpy(), tensor.dtype)
+        elif node.op == "call_function":
+            known[node] = _lowered_node(graph, node, known)
+    (output,) = (node for node in nodes if node.op == "output")
+    return _assembled(graph, output.args[0], known, offered)
+
+
+def _bind(graph: OnnxGraph, value: Value, *, symbols: bool) -> None:
+    sizes = [size for size in value.shape if isinstance(size, sympy.Expr)]
+    if any(size.is_Symbol == symbols for size in sizes):
+        graph.bind_shape(value)
+
+
+def _lowered_node(graph: OnnxGraph, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    if is_number(node):
+        return _number(node.meta["val"])
+    if node.target is operator.getitem:
+        source, i = node.args
+        assert isinstance(source, fx.Node)
+        return known[source][i]
+    try:
+        made = lower(graph, node, known)
+    except NotLowered as error:
+        raise NodeNotLowered(node, str(error)) from error
+    for value in made if isinstance(made, list) else [made]:
+        if value is not None:  # sizes that depend on data, such as a number of selected rows
+            graph.current = node
+            graph.bind_shape(value)
+    return made
+
+
+def _assembled(
+    graph: OnnxGraph,
+    wanted: Sequence[fx.Node],
+    known: Mapping[fx.Node, Any],
+    offered: Mapping[str, tuple[int, onnx.ValueInfoProto]],
+) -> Lowered:
+    graph.current = None
+    constants = {each.name for each in graph.constants.values()}
+    outputs: dict[str, onnx.ValueInfoProto] = {}
+    results: list[int] = []
+    for node in wanted:
+        value = known[node]
+        if value is None:
+            raise NodeNotLowered(operator_of(node), "its rule leaves out a result")
+        if value.name in offered and node.target in VIEWS:
+            results.append(-1 - offered[value.name][0])
+            continue
+        if value.name in offered or value.name in constants:
+            value = graph.unary("Identity", value)
+        if value.name not in outputs:
+            outputs[value.name] = helper.make_tensor_value_info(
+                value.name, ONNX_TYPES[value.dtype], _named(value.shape)
+            )
+        results.append(list(outputs).index(value.name))
+    needed, kept = set(outputs), []
+    for each in reversed(graph.nodes):
+        if not needed.isdisjoint(each.output):
+            kept.append(each)
+            needed.update(each.input)
+    inputs = {name: i for name, (i, _) in offered.items() if name in needed}
+    made_graph = helper.make_graph(
+        kept[::-1],
+        "segment",
+        [offered[name][1] for name in inputs],
+        list(outputs.values()),
+        [each for each in graph.constants.values() if each.name in needed],
+    )
+    model = helper.make_model(
+        made_graph,
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)],
+        ir_version=IR_VERSION,
+    )
+    return Lowered(model, inputs, list(outputs), results)
+
+
+def operator_of(node: fx.Node) -> fx.Node:
+    """Return the operator that a node belongs to: the call whose result getitem takes apart.
+
+    Args:
+        node: Call of an operator, or getitem.
+    """
+    source = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _named(shape: Iterable[Any]) -> list[int | str]:
+    return [size if isinstance(size, int) else str(size) for size in shape]

@@ -1,0 +1,451 @@
+"""Division of an FX graph into ORT segments and torch segments.
+
+An operator runs in ORT if a rule lowers it; all others run in torch, in the same step. Segments
+alternate, and each operator is in the earliest one that its inputs allow, so that their number is
+as small as the graph permits.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from ortlab.engines.ort import draws
+from ortlab.engines.ort.lowering.graph import (
+    ONNX_TYPES,
+    RULES,
+    NotLowered,
+    OnnxGraph,
+    Value,
+    lower,
+)
+from ortlab.engines.ort.onnx_model import (
+    VIEWS,
+    NodeNotLowered,
+    is_number,
+    lowered,
+    operator_of,
+    source_line,
+    tensors_in,
+    values_of,
+)
+from ortlab.engines.ort.session import Session, SessionFailed
+
+aten = torch.ops.aten
+
+_READ_STRIDES: Final = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
+"""Operators whose result depends on the strides of their input."""
+
+
+@dataclass
+class TorchOperators:
+    """Operators of one kind that run in torch.
+
+    Attributes:
+        operator: Name, such as "aten.histc".
+        reason: Why ORT does not run it.
+        lines: Source lines of the model that call it.
+    """
+
+    operator: str
+    reason: str
+    lines: list[str] = field(default_factory=list)
+
+
+def _unfit(node: fx.Node) -> str | None:
+    """Return why ORT cannot run a node whatever its rule is."""
+    inputs = [
+        tensor for each in node.all_input_nodes for tensor in tensors_in(each.meta.get("val"))
+    ]
+    for tensor in [*inputs, *tensors_in(node.meta.get("val"))]:
+        if tensor.dtype not in ONNX_TYPES:
+            return f"its tensors are of type {str(tensor.dtype).removeprefix('torch.')}"
+        if tensor.device.type != "cpu":
+            return f"its tensors are on the device {tensor.device.type}"
+        if tensor.layout is not torch.strided:
+            return f"its tensors have the layout {tensor.layout}"
+    if draws.is_random(node):
+        return "it draws random numbers"
+    return None
+
+
+# Segments
+
+
+class OrtSegment(torch.nn.Module):
+    """Part of a graph that ORT runs.
+
+    Attributes:
+        graph: The same part as an FX graph, which torch can run.
+        lowered: Its ONNX model.
+        seconds: Time in ORT so far.
+        calls: Number of calls of ORT so far.
+        divided: The segment in parts, after one of its operators has failed in ORT.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        """Lower the graph and create its session.
+
+        Args:
+            graph: FX graph whose output is a list of tensors.
+
+        Raises:
+            NodeNotLowered: If a node cannot be lowered, or ORT refuses it.
+        """
+        super().__init__()
+        self.graph = graph
+        self.lowered = lowered(graph)
+        self.seconds, self.calls = 0.0, 0
+        self.divided: Division | None = None
+        self._session: Session | None = None
+        if self.lowered.outputs:  # ORT refuses a graph without nodes
+            try:
+                self._session = Session(
+                    self.lowered.model, list(self.lowered.inputs), self.lowered.outputs
+                )
+            except SessionFailed as error:
+                raise _blamed(graph, str(error)) from error
+
+    def forward(self, *arguments: Any) -> list[torch.Tensor]:
+        """Run the segment."""
+        if self.divided is not None:
+            found: list[torch.Tensor] = self.divided.module.forward(list(arguments))
+            return found
+        started = time.perf_counter()
+        made: list[torch.Tensor] = []
+        if self._session is not None:
+            try:
+                made = self._session([_fed(arguments[i]) for i in self.lowered.inputs.values()])
+            except SessionFailed as error:
+                self._give_up(str(error))
+                return self.forward(*arguments)
+        found = [made[i] if i >= 0 else arguments[-1 - i] for i in self.lowered.results]
+        self.seconds += time.perf_counter() - started
+        self.calls += 1
+        return found
+
+    def _give_up(self, message: str) -> None:
+        """Divide the segment again, with the operator in torch whose kernel has failed."""
+        blamed = _blamed(self.graph, message)
+        in_torch: dict[fx.Node, str] = {}
+        _add_alike(self.graph, in_torch, blamed.node, blamed.reason)
+        self.divided = divide(self.graph, in_torch)
+        self._session = None
+
+
+def _fed(value: Any) -> torch.Tensor:
+    """Return an argument as ORT reads it: a contiguous tensor without a gradient."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
+    tensor: torch.Tensor = value.detach() if value.requires_grad else value
+    return tensor.contiguous()
+
+
+def _blamed(graph: fx.GraphModule, message: str) -> NodeNotLowered:
+    """Return the error about the first node of a graph that a message of ORT names."""
+    reason = " ".join(message.split())[:200]
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    for node in sorted(nodes, key=lambda node: -len(node.name)):
+        if f"{node.name}/" in message:
+            return NodeNotLowered(operator_of(node), reason)
+    return NodeNotLowered(nodes[0], reason)
+
+
+@dataclass
+class Division:
+    """A graph that is divided into segments.
+
+    Attributes:
+        module: Graph that calls the segments; it takes a list of arguments and empties it.
+        segments: Segments that ORT runs.
+        in_torch: Reasons for the operators that torch runs.
+    """
+
+    module: fx.GraphModule
+    segments: list[OrtSegment]
+    in_torch: dict[fx.Node, str]
+
+    def parts(self) -> Iterator[Division]:
+        """Iterate over this division and those of its segments that were divided again."""
+        yield self
+        for segment in self.segments:
+            if segment.divided is not None:
+                yield from segment.divided.parts()
+
+    @property
+    def ort_seconds(self) -> float:
+        """Time in ORT so far."""
+        return sum(segment.seconds for part in self.parts() for segment in part.segments)
+
+    def torch_operators(self) -> list[TorchOperators]:
+        """Return the operators that torch runs although they compute, without random draws."""
+        found: dict[tuple[str, str], TorchOperators] = {}
+        for part in self.parts():
+            for node, reason in part.in_torch.items():
+                if node.target in VIEWS or isinstance(node.target, draws.Draw):
+                    continue
+                if not any(True for _ in tensors_in(node.meta.get("val"))):
+                    continue  # an assertion
+                name = str(node.target).removesuffix(".default")
+                operators = found.setdefault((name, reason), TorchOperators(name, reason))
+                if (line := source_line(node)) and line not in operators.lines:
+                    operators.lines.append(line)
+        return list(found.values())
+
+
+def divide(module: fx.GraphModule, chosen: Mapping[fx.Node, str] | None = None) -> Division:
+    """Divide a graph into ORT segments and torch segments.
+
+    Args:
+        module: Graph of ATen operators.
+        chosen: Operators that torch is to run, with the reasons, in addition to those that it must.
+
+    Returns:
+        The divided graph, ready to run.
+    """
+    in_torch = {**_not_lowered(module), **(chosen or {})}
+    while True:
+        try:
+            return _Divider(module, in_torch).divided()
+        except NodeNotLowered as error:
+            named = next(node for node in module.graph.nodes if node.name == error.node.name)
+            _add_alike(module, in_torch, named, error.reason)
+
+
+def _add_alike(
+    module: fx.GraphModule, in_torch: dict[fx.Node, str], named: fx.Node, reason: str
+) -> None:
+    """Let all calls of an operator with the same types run in torch, with its results."""
+
+    def kind(node: fx.Node) -> Any:
+        return node.target, tuple(tensor.dtype for tensor in tensors_in(node.meta.get("val")))
+
+    for node in module.graph.nodes:
+        if node.op == "call_function" and kind(node) == kind(named):
+            in_torch[node] = reason
+
+
+def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
+    """Return the operators that no rule covers, with the reason."""
+    graph, known = OnnxGraph(), dict[fx.Node, Any]()
+    names = (f"value.{i}" for i in range(10**9))
+    found: dict[fx.Node, str] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            tensor = getattr(module, node.target)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            node.meta.setdefault("val", tensor)
+        if node.op == "call_function" and not is_number(node):
+            if node.target is operator.getitem:
+                known[node] = known[node.args[0]][node.args[1]]
+                continue
+            reason = _unfit(node)
+            if reason is None and node.target in RULES:
+                try:
+                    known[node] = lower(graph, node, known)
+                    continue
+                except NotLowered as error:
+                    reason = str(error)
+            found[node] = reason or "no rule for this operator"
+        if node.op != "output":
+            known[node] = values_of(node, names)
+            values = known[node] if isinstance(known[node], list) else [known[node]]
+            for value in values:
+                if isinstance(value, sympy.Expr):
+                    fraction = isinstance(node.meta["val"], torch.SymFloat)
+                    dtype = torch.float64 if fraction else torch.int64
+                    graph.bind(value, Value(node.name, (1,), dtype))
+                elif isinstance(value, Value):
+                    graph.bind_shape(value)
+    return found
+
+
+class _Divider:
+    """One division of a graph, with a given set of operators in torch."""
+
+    def __init__(self, module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> None:
+        self._module, self._in_torch = module, dict(in_torch)
+        self._nodes = list(module.graph.nodes)
+        self._torch = self._torch_nodes()
+        self._levels = self._levels_of()
+        self._outer = fx.Graph()
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._root = torch.nn.Module()
+        self._segments: list[OrtSegment] = []
+
+    def _torch_nodes(self) -> set[fx.Node]:
+        """Return the nodes in torch, with the views that only they read."""
+        found = set(self._in_torch)
+        for node in self._nodes:
+            if node.target is operator.getitem and node.args[0] in found:
+                found.add(node)
+        for node in reversed(self._nodes):
+            if node.target in VIEWS and node.users and all(each in found for each in node.users):
+                found.add(node)
+        return found
+
+    def _is_operator(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and not is_number(node)
+
+    def _sources(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Iterate over the operators that a node reads, also through numbers computed from them."""
+        for each in node.all_input_nodes:
+            if self._is_operator(each):
+                yield each
+            elif each.op == "call_function":
+                yield from self._sources(each)
+
+    def _sizes_of(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Iterate over the operators whose results' sizes a number is computed from."""
+        return self._sources(node) if is_number(node) and node.op == "call_function" else iter(())
+
+    def _levels_of(self) -> dict[fx.Node, int]:
+        """Return the segment of each operator: even ones in torch, odd ones in ORT."""
+        levels: dict[fx.Node, int] = {}
+        last_draw = 0
+        for node in filter(self._is_operator, self._nodes):
+            in_torch = node in self._torch
+            level = 0 if in_torch else 1
+            for source in self._sources(node):
+                same = (source in self._torch) == in_torch
+                level = max(level, levels[source] + (0 if same else 1))
+            if in_torch and draws.is_random(node):
+                level = last_draw = max(level, last_draw)  # in the order of the program
+            levels[node] = level
+        return levels
+
+    def divided(self) -> Division:
+        """Return the divided graph."""
+        by_level: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in self._nodes:
+            if node.op == "placeholder":
+                self._made[node] = self._outer.node_copy(node)
+            elif node in self._levels:
+                by_level[self._levels[node]].append(node)
+        exported = self._exported()
+        for level in sorted(by_level):
+            if level % 2:
+                self._add_segment(by_level[level], exported)
+            else:
+                for node in by_level[level]:
+                    self._made[node] = self._for_torch(node)
+        output = self._nodes[-1]
+        self._outer.node_copy(output, self._in_outer)
+        self._outer.set_codegen(_BoxedCodeGen())
+        self._outer.lint()
+        made = fx.GraphModule(self._root, self._outer)
+        return Division(made, self._segments, self._in_torch)
+
+    def _in_outer(self, node: fx.Node) -> fx.Node:
+        """Return a node in the outer graph: numbers, constants and views of inputs on demand."""
+        if node not in self._made:
+            if node.op == "get_attr":
+                setattr(self._root, str(node.target), getattr(self._module, str(node.target)))
+            self._made[node] = self._for_torch(node)
+        return self._made[node]
+
+    def _for_torch(self, node: fx.Node) -> fx.Node:
+        """Return a node that torch runs, on tensors whose strides need not be those of the capture.
+
+        Results of ORT are contiguous where torch's may not be.
+        """
+        made = self._outer.node_copy(node, self._in_outer)
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            made.target = aten.reshape.default
+        elif node.target in _READ_STRIDES:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if not source.meta["val"].is_contiguous():
+                layout = draws.Layout(source.meta["val"])
+                with self._outer.inserting_before(made):
+                    symbols = draws.known_symbols(self._outer, layout)
+                    copied = self._outer.call_function(
+                        draws.LaidOut(layout), (made.args[0], *symbols)
+                    )
+                made.args = (copied, *made.args[1:])
+        return made
+
+    def _is_view_of_outer(self, node: fx.Node) -> bool:
+        """Return True for a view of an input or of a result of torch: the outer graph makes it."""
+        while node.target in VIEWS:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if source.op in ("placeholder", "get_attr") or source in self._torch:
+                return True
+            node = source
+        return False
+
+    def _exported(self) -> dict[fx.Node, None]:
+        """Return the results of ORT segments that something outside of their segment reads."""
+        found: dict[fx.Node, None] = {}
+
+        def read(by: fx.Node, level: int | None) -> None:
+            for each in by.all_input_nodes:
+                if each.op == "call_function" and is_number(each):
+                    read(each, level)
+                elif self._is_operator(each) and each not in self._torch:
+                    if self._is_view_of_outer(each):
+                        read(each, None)
+                    elif self._levels[each] != level:
+                        found[each] = None
+
+        for node in self._nodes:
+            if node.op == "output" or self._is_operator(node):
+                read(node, None if node in self._torch else self._levels.get(node))
+        return found
+
+    def _add_segment(self, nodes: Sequence[fx.Node], exported: Mapping[fx.Node, None]) -> None:
+        """Add an ORT segment and the call of it."""
+        inner = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        arguments: list[fx.Node] = []
+        root = torch.nn.Module()
+        mine = set(nodes)
+        first = inner.output([])  # so that placeholders can be put before everything else
+
+        def placed(node: fx.Node) -> fx.Node:
+            if node in made:
+                return made[node]
+            if node.op == "get_attr":
+                setattr(root, str(node.target), getattr(self._module, str(node.target)))
+            elif node not in mine and not any(source in mine for source in self._sizes_of(node)):
+                arguments.append(self._in_outer(node))
+                with inner.inserting_before(_after_placeholders(inner)):
+                    made[node] = inner.placeholder(node.name)
+                made[node].meta = dict(node.meta)
+                return made[node]
+            with inner.inserting_before(first):
+                made[node] = inner.node_copy(node, placed)
+            return made[node]
+
+        for node in nodes:
+            placed(node)
+        wanted = [node for node in nodes if node in exported]
+        if not wanted:
+            return
+        first.args = ([made[node] for node in wanted],)
+        graph = fx.GraphModule(root, inner)
+        segment = OrtSegment(graph)
+        name = f"segment_{len(self._segments)}"
+        self._segments.append(segment)
+        self._root.add_module(name, segment)
+        call = self._outer.call_module(name, tuple(arguments))
+        for i, node in enumerate(wanted):
+            taken = self._outer.call_function(operator.getitem, (call, i))
+            taken.meta = dict(node.meta)
+            self._made[node] = taken
+
+
+def _after_placeholders(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return node

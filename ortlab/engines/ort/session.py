@@ -1,0 +1,144 @@
+"""A session of ONNX Runtime that is called with torch tensors and returns torch tensors.
+
+Nothing is copied: the session reads the memory of its inputs, and torch adopts its outputs through
+DLPack. Both calls are those of onnxruntime's Python module that ORTModule was built on, and are
+the same in onnxruntime-training 1.19.2 and in today's onnxruntime.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import onnx
+import torch
+from onnx import TensorProto
+
+from ortlab.engines.ort.lowering.graph import NUMPY_TYPES
+
+
+class SessionFailed(Exception):
+    """Raised when ONNX Runtime cannot create or run a session; the message is its own."""
+
+
+_OLDEST: Final = (1, 19)
+"""Oldest version of onnxruntime with the operators of opset 21."""
+
+
+@functools.cache
+def _runtime() -> tuple[Any, Any]:
+    """Return onnxruntime and its C++ module."""
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    return onnxruntime, native
+
+
+def unavailable() -> str | None:
+    """Return why no session can run here, and what to do; None if it can."""
+    try:
+        version = _runtime()[0].__version__
+    except ImportError as error:
+        if getattr(error, "name", None) == "onnxruntime":
+            return "onnxruntime is not installed: pip install onnxruntime"
+        return (
+            f"onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime"
+        )
+    except AttributeError:  # what an uninstalled one leaves behind is a package without content
+        return "onnxruntime is incomplete: pip install --force-reinstall onnxruntime"
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        return f"onnxruntime {version} is older than 1.19: pip install --upgrade onnxruntime"
+    return None
+
+
+@functools.cache
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for tensors without elements: ORT refuses torch's null pointer."""
+    return torch.empty(1, dtype=dtype)
+
+
+class Session:
+    """Session of one model.
+
+    Attributes:
+        inputs: Names of the model's inputs, in the order of a call.
+        outputs: Names of its outputs, in the order of the results.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        optimize: bool = True,
+    ) -> None:
+        """Create the session.
+
+        Args:
+            model: Model to run.
+            inputs: Names of its inputs.
+            outputs: Names of its outputs.
+            optimize: False to run the nodes as they are.
+
+        Raises:
+            SessionFailed: If ORT refuses the model, for example for an operator without a kernel.
+        """
+        ort, native = _runtime()
+        self.inputs, self.outputs = list(inputs), list(outputs)
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # errors are raised as well
+        options.intra_op_num_threads = torch.get_num_threads()
+        # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            session = ort.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        # ORT's exceptions have no common base class.
+        except Exception as error:
+            raise SessionFailed(str(error)) from error
+        self._session = session._sess
+        self._vector = native.OrtValueVector
+        self._run_options = native.RunOptions()
+        device = native.OrtDevice
+        self._device = device(device.cpu(), device.default_memory(), 0)
+        self._devices = [self._device] * len(self.inputs), [self._device] * len(self.outputs)
+        boolean = TensorProto.BOOL
+        types = {each.name: each.type.tensor_type.elem_type for each in model.graph.output}
+        self._booleans = [i for i, name in enumerate(self.outputs) if types[name] == boolean]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the model.
+
+        Args:
+            tensors: Inputs in order, contiguous, on the CPU.
+
+        Returns:
+            The outputs in order.
+
+        Raises:
+            SessionFailed: If a kernel fails.
+        """
+        given, results = self._vector(), self._vector()
+        given.reserve(len(tensors))
+        given.push_back_batch(
+            tensors,
+            [tensor.data_ptr() or _empty(tensor.dtype).data_ptr() for tensor in tensors],
+            [NUMPY_TYPES[tensor.dtype] for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+            self._devices[0],
+        )
+        try:
+            self._session.run_with_ortvaluevector(
+                self._run_options, self.inputs, given, self.outputs, results, self._devices[1]
+            )
+        except Exception as error:
+            raise SessionFailed(str(error)) from error
+        adopted: list[torch.Tensor] = results.to_dlpacks(torch._C._from_dlpack)
+        for i in self._booleans:  # bytes in onnxruntime 1.19.2
+            adopted[i] = adopted[i].view(torch.bool)
+        return adopted

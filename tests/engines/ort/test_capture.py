@@ -1,0 +1,429 @@
+"""The backend ``ortlab`` of torch.compile, compared with eager torch: whole models and steps."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ortlab.engines.ort import session as sessions
+from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.session import Session, SessionFailed
+from tests.support import tiny
+from tests.support.captured import in_torch
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Forget the compiled functions of other tests, which share the code of forward."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Pair:
+    """A compiled model and the same model in eager torch."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.reference = copy.deepcopy(model)
+        self.model = model
+        self.backend = Backend()
+        self.compiled: Any = torch.compile(model, backend=self.backend, **options)
+
+    def compare(self, *inputs: Any, seed: int = 0, **named: Any) -> float:
+        """Compare loss, gradients, buffers of one step with the same seed; return the loss."""
+        losses = []
+        for model, module in ((self.reference, self.reference), (self.compiled, self.model)):
+            module.zero_grad()
+            torch.manual_seed(seed)
+            made = model(*copy.deepcopy(inputs), **named)
+            loss = scalar(made)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        assert abs(losses[0] - losses[1]) <= LOSS_TOLERANCE * max(abs(losses[0]), 0.1)
+        self.compare_gradients()
+        for one, other in zip(self.reference.buffers(), self.model.buffers(), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+        return losses[1]
+
+    def compare_gradients(self) -> None:
+        known = [p.grad.norm() for p in self.reference.parameters() if p.grad is not None]
+        whole = torch.stack(known).norm()
+        pairs = zip(self.reference.named_parameters(), self.model.parameters(), strict=True)
+        for (name, one), other in pairs:
+            assert (one.grad is None) == (other.grad is None), name
+            if one.grad is not None and other.grad is not None:
+                error = (one.grad - other.grad).norm()
+                norm = one.grad.norm().clamp(min=1e-3 * whole)
+                assert error <= GRADIENT_TOLERANCE * norm, f"{name}: {error:.1e} of {norm:.1e}"
+
+
+def scalar(made: Any) -> Tensor:
+    """Return a loss that depends on every output."""
+    if isinstance(made, Tensor):
+        weights = torch.linspace(0.5, 1.5, made.numel()).reshape(made.shape)
+        return (made * weights).sum()
+    values = made.values() if hasattr(made, "values") else made
+    return torch.stack([scalar(value) for value in values]).sum()
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 4))
+
+
+def tokens(rows: int, length: int) -> Batch:
+    ids = torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, -2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows) % 2}
+
+
+# Sizes
+
+
+def test_one_graph_serves_every_batch_size() -> None:
+    """The second size makes a dynamic graph; 1 and 0 are graphs of their own, as in Dynamo."""
+    pair = Pair(mlp())
+    for rows in (4, 7, 9, 12, 7, 4, 30):
+        pair.compare(torch.randn(rows, 6))
+    assert [graph.phase for graph in pair.backend.graphs] == ["forward", "backward"] * 2
+    for rows in (1, 1, 0, 0, 5):
+        pair.compare(torch.randn(rows, 6))
+    assert len(pair.backend.graphs) == 8
+
+
+def test_a_marked_size_is_dynamic_from_the_first_call() -> None:
+    pair = Pair(mlp())
+    for rows in (4, 7, 9):
+        inputs = torch.randn(rows, 6)
+        torch._dynamo.mark_dynamic(inputs, 0)
+        for model, module in ((pair.reference, pair.reference), (pair.compiled, pair.model)):
+            module.zero_grad()
+            scalar(model(inputs)).backward()
+        pair.compare_gradients()
+    assert len(pair.backend.graphs) == 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2])
+def test_transformers_at_several_sizes(make: Callable[..., nn.Module], dropout: float) -> None:
+    pair = Pair(make(dropout).train())
+    for i, (rows, length) in enumerate(((4, 8), (6, 13), (2, 9))):
+        batch = tokens(rows, length)
+        pair.compare(
+            **{**batch, "labels": batch["input_ids" if make is tiny.gpt2 else "labels"]}, seed=i
+        )
+    assert in_torch(pair.backend) == {}
+    assert all(len(graph.division.segments) == 1 for graph in pair.backend.graphs)
+
+
+def test_an_image_model_at_odd_sizes() -> None:
+    """Stride, groups, pooling and batch statistics, in training and in evaluation."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
+    pair = Pair(model)
+    for shape in ((4, 3, 16, 16), (6, 3, 17, 20), (2, 3, 33, 19)):
+        pair.compare(torch.randn(shape))
+    pair.reference.eval()
+    pair.model.eval()
+    pair.compare(torch.randn(2, 3, 18, 18))
+    with torch.no_grad():
+        inputs = torch.randn(3, 3, 21, 18)
+        torch.testing.assert_close(pair.compiled(inputs), pair.reference(inputs))
+    assert in_torch(pair.backend) == {}
+    assert {graph.phase for graph in pair.backend.graphs} == {"forward", "backward", "inference"}
+
+
+# Random draws
+
+
+def test_twenty_steps_with_dropout_are_those_of_eager_torch() -> None:
+    """Masks are eager's bit for bit, so losses differ by rounding alone."""
+    pair = Pair(tiny.bert(0.1).train())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (pair.reference, pair.model)]
+    for step in range(20):
+        pair.compare(**tokens(4, 8), seed=step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Draws(nn.Module):
+    """Every kind of draw, and one whose distribution is data, which stays where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.dropout(self.layer(x), 0.3)
+        h = h + torch.rand_like(h) + torch.randn(h.shape) + torch.rand(x.shape[0], 1)
+        drawn = torch.multinomial(h.softmax(1), 2)
+        h = h + functional.dropout(h, 0.2) + torch.bernoulli(torch.full_like(h, 0.5))
+        return h.gather(1, drawn) * torch.randint(1, 4, (x.shape[0], 2)) + torch.rand_like(h[:, :2])
+
+
+def test_draws_keep_the_order_of_eager_torch() -> None:
+    pair = Pair(Draws())
+    for rows in (4, 7, 9):
+        pair.compare(torch.randn(rows, 6), seed=rows)
+        state = torch.get_rng_state()
+        torch.manual_seed(rows)
+        pair.reference(torch.randn(rows, 6, generator=torch.Generator()))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = mlp(0.4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(checkpoint(self.first, x, use_reentrant=False))
+        return made
+
+
+def test_masks_of_a_checkpointed_part_are_drawn_once() -> None:
+    pair = Pair(Checkpointed())
+    for rows in (4, 7):
+        pair.compare(torch.randn(rows, 6), seed=rows)
+
+
+# What models do
+
+
+class Tied(nn.Module):
+    """One weight used twice, a frozen one, an unused one, a buffer that counts, views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, 11, bias=False)
+        self.output.weight = self.embedding.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        hidden = self.frozen(self.norm(self.embedding(ids)))
+        hidden[:, 0] = 0
+        scores = self.output(hidden)
+        return {"scores": scores.transpose(1, 2), "more": [hidden.sum(-1), hidden[:, 1:]]}
+
+
+def test_tied_frozen_and_unused_weights_and_nested_outputs() -> None:
+    pair = Pair(Tied())
+    for rows in (3, 5, 5):
+        pair.compare(torch.randint(0, 11, (rows, 4)))
+    assert int(pair.model.calls) == 3  # type: ignore[arg-type]
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 7 * x  # not the derivative, so that another one is noticed
+
+
+def test_an_autograd_function_keeps_its_backward() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Cube.apply(self.layer(x))
+            return made
+
+    Pair(Model()).compare(torch.randn(5, 6))
+
+
+def test_several_forwards_before_a_backward_and_a_retained_graph() -> None:
+    pair = Pair(mlp(0.2))
+    inputs = torch.randn(4, 6)
+    for model, module in ((pair.reference, pair.reference), (pair.compiled, pair.model)):
+        module.zero_grad()
+        torch.manual_seed(3)
+        first, second = scalar(model(inputs)), scalar(model(inputs * 2))
+        (first + 2 * second).backward()
+    pair.compare_gradients()
+    for model, module in ((pair.reference, pair.reference), (pair.compiled, pair.model)):
+        module.zero_grad()
+        torch.manual_seed(4)
+        loss = scalar(model(inputs))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    pair.compare_gradients()
+
+
+def test_gradients_of_inputs_and_a_double_backward_that_is_refused() -> None:
+    pair = Pair(mlp())
+    leaves = [torch.ones(3, 6, requires_grad=True) for _ in range(2)]
+    found = [
+        torch.autograd.grad(scalar(model(x)), x)[0]
+        for model, x in zip((pair.reference, pair.compiled), leaves, strict=True)
+    ]
+    torch.testing.assert_close(*found)
+    (slope,) = torch.autograd.grad(scalar(pair.compiled(leaves[1])), leaves[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.sum().backward()
+
+
+def test_saved_tensors_that_change_before_backward_are_noticed() -> None:
+    pair = Pair(mlp())
+    loss = scalar(pair.compiled(torch.randn(3, 6)))
+    with torch.no_grad():
+        pair.model[3].weight.add_(1)  # type: ignore[index, union-attr, operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Segments
+
+
+class InTorch(nn.Module):
+    """Operators without a rule between others: two cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](x).relu()
+        h = h + torch.special.erfcx(h)
+        h = self.layers[1](h)
+        h = h + torch.special.erfcx(h).T.contiguous().T
+        made: Tensor = self.layers[2](h)
+        return made
+
+
+def test_operators_without_a_rule_run_in_torch_and_are_named_with_their_lines() -> None:
+    pair = Pair(InTorch())
+    for rows in (4, 7):
+        pair.compare(torch.randn(rows, 6))
+    forward = pair.backend.graphs[0].division
+    (operators,) = forward.torch_operators()
+    assert operators.operator == "aten.special_erfcx"
+    assert operators.reason == "no rule for this operator"
+    start = InTorch.forward.__code__.co_firstlineno
+    assert operators.lines == [f"{__file__}:{start + i}" for i in (2, 4)]
+    assert len(forward.segments) == 3
+
+
+def test_half_precision_runs_in_torch() -> None:
+    pair = Pair(mlp())
+    inputs = torch.randn(5, 6)
+    made = []
+    for model, module in ((pair.reference, pair.reference), (pair.compiled, pair.model)):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(inputs)
+        made.append(output)
+        output.float().sum().backward()
+    torch.testing.assert_close(*made)
+    assert "its tensors are of type bfloat16" in in_torch(pair.backend).values()
+
+
+def test_an_operator_that_ort_refuses_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT names the node, and all calls of the operator with such types are moved."""
+    pair = Pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()))
+    create = Session.__init__
+
+    def refuse(self: Session, model: Any, *args: Any, **kwargs: Any) -> None:
+        for node in model.graph.node:
+            if node.op_type == "Tanh":
+                raise SessionFailed(f"NOT_IMPLEMENTED: no implementation for node '{node.name}'")
+        create(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "__init__", refuse)
+    pair.compare(torch.randn(4, 6))
+    assert set(in_torch(pair.backend)) == {"aten.tanh"}
+    assert "no implementation for node" in in_torch(pair.backend)["aten.tanh"]
+
+
+def test_an_operator_that_fails_in_a_call_runs_in_torch_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    pair.compare(torch.randn(4, 6))
+    forward = pair.backend.graphs[0].division
+    name = next(n.name for n in forward.segments[0].lowered.model.graph.node if n.op_type == "Tanh")
+    run = Session.__call__
+
+    def fail_once(self: Session, tensors: Any) -> Any:
+        monkeypatch.setattr(Session, "__call__", run)
+        raise SessionFailed(f"Non-zero status code returned while running Tanh node. Name:'{name}'")
+
+    monkeypatch.setattr(Session, "__call__", fail_once)
+    pair.compare(torch.randn(4, 6))
+    pair.compare(torch.randn(4, 6))
+    assert set(in_torch(pair.backend)) == {"aten.tanh"}
+
+
+def test_a_graph_without_an_operator_makes_no_session() -> None:
+    backend = Backend()
+    compiled = torch.compile(lambda x: x.detach().view(2, 3), backend=backend)
+    x = torch.randn(6)
+    torch.testing.assert_close(compiled(x), x.view(2, 3))
+
+
+# Bad input
+
+
+def test_unknown_options_are_refused() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="ortlab", options={"speed": 11})
+    with pytest.raises(Exception, match="backend 'ortlab' has no option 'speed'"):
+        compiled(torch.ones(2))
+
+
+def test_without_a_runtime_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
+
+    monkeypatch.setattr(sessions, "_runtime", missing)
+    with pytest.raises(Exception, match="onnxruntime is not installed: pip install onnxruntime"):
+        torch.compile(lambda x: x + 1, backend="ortlab")(torch.ones(2))
+
+
+def test_an_old_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        __version__ = "1.16.3"
+
+    monkeypatch.setattr(sessions, "_runtime", lambda: (Old, None))
+    assert sessions.unavailable() == (
+        "onnxruntime 1.16.3 is older than 1.19: pip install --upgrade onnxruntime"
+    )
+
+
+def test_torch_finds_the_backend_without_an_import() -> None:
+    code = (
+        "import torch\n"
+        "f = torch.compile(lambda x: (x * 2).sum(), backend='ortlab', fullgraph=True)\n"
+        "x = torch.ones(3, requires_grad=True)\n"
+        "f(x).backward()\n"
+        "print(x.grad.tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "[2.0, 2.0, 2.0]"
