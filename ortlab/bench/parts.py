@@ -26,7 +26,7 @@ from ortlab.bench.report import Operator, SessionPhase, StepBench, StepParts
 from ortlab.bench.settings import StepSettings
 from ortlab.engines.base import Stepper, tell
 from ortlab.engines.batch import arguments
-from ortlab.engines.ortmodule.call_signature import CallSignature
+from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.guard import Guard

@@ -74,6 +74,7 @@ class Capabilities:
         zero_stages: Supported ZeRO stages in distributed training; 0 means none.
         recompute: True if the backward pass can recompute activations.
         ort_options: True if the options of the ORT graph have an effect.
+        options: Names of the options that have an effect although the others have none.
         size_cost: Work that a batch of a new size causes.
     """
 
@@ -81,6 +82,7 @@ class Capabilities:
     zero_stages: tuple[int, ...] = (0,)
     recompute: bool = False
     ort_options: bool = False
+    options: tuple[str, ...] = ()
     size_cost: Cost = "free"
 
     def ignores(self, engine: str, name: str) -> str | None:
@@ -93,9 +95,11 @@ class Capabilities:
         Returns:
             The reason, or None if the setting has an effect.
         """
-        if self.ort_options or name in OF_ANY_ENGINE or name not in EngineSettings.declarations():
+        used = self.ort_options or name in (*OF_ANY_ENGINE, *self.options)
+        if used or name not in EngineSettings.declarations():
             return None
-        return f"engine {engine!r} has no ORT graph, which {name} configures"
+        graph = "graph of ORTModule" if self.options else "ORT graph"
+        return f"engine {engine!r} has no {graph}, which {name} configures"
 
 
 @dataclass(frozen=True)
@@ -336,10 +340,12 @@ class WrappedModel(Protocol):
     Attributes:
         module: The user's own module.
         settings: Settings that apply now.
+        engine: Name of the engine.
     """
 
     module: nn.Module
     settings: EngineSettings
+    engine: str
 
     def report(self) -> Report:
         """Return the report of the model: engine used, fallback, export time, notes."""
@@ -385,6 +391,8 @@ def wrapped_model(model: object) -> WrappedModel | None:
         The record, or None if `model` is not wrapped by such an engine.
     """
     found: WrappedModel | None = getattr(model, "__dict__", {}).get("_ortlab")
+    if found is None and hasattr(type(model), "_ortlab"):  # a slot: the __dict__ is the model's
+        found = model._ortlab  # type: ignore[attr-defined]
     return found
 
 

@@ -50,6 +50,7 @@ def engine(name: str) -> Engine:
 
 
 def _engine(name: str) -> Engine:
+    from ortlab.engines.ort import engine as ort  # heavy: torch
     from ortlab.engines.ortmodule import engine as ortmodule  # heavy: torch and ORT
     from ortlab.engines.ortmodule import fused_engine  # heavy: torch and ORT
     from ortlab.engines.torch import stepper as torch_native  # heavy: torch
@@ -57,6 +58,7 @@ def _engine(name: str) -> Engine:
     engines: dict[str, Engine] = {
         "eager": torch_native.Eager(),
         "compile": torch_native.Compile(),
+        "ort": ort.OrtEngine(),
         "ortmodule": ortmodule.OrtModuleEngine(),
         "ort_fused": fused_engine.FusedEngine(),
     }

@@ -212,8 +212,8 @@ class WrappedModels:
         wrapped = wrapped_model(model)
         if wrapped is None:
             return None
-        settings = wrapped.settings.replace(engine="ortmodule")
-        entry = WrappedEntry((), settings, engine_called("ortmodule"), weakref.ref(model))
+        settings = wrapped.settings.replace(engine=wrapped.engine)
+        entry = WrappedEntry((), settings, engine_called(wrapped.engine), weakref.ref(model))
         self._entries.append(entry)
         return entry
 

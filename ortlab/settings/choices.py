@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ENGINES = ("eager", "compile", "ortmodule", "ort_fused")
+ENGINES = ("eager", "compile", "ort", "ortmodule", "ort_fused")
 """Engines that execute a model."""
 
 
@@ -10,16 +10,16 @@ AUTO = "auto"
 """Choice of the best engine that runs here, which `ortlab.engines.registry` resolves."""
 
 
-SAME_ENGINE = {"ort": "ortmodule", "offload": "ort_fused"}
-"""Accepted name of an engine -> the engine that it means.
+SAME_ENGINE = {"offload": "ort_fused"}
+"""Accepted name of an engine -> the engine that it means: former names."""
 
-``ort`` is reserved for the engine on today's onnxruntime; ``offload`` is the former name of
-``ort_fused``.
-"""
+
+FORMER_ENGINE = {**SAME_ENGINE, "ort": "ortmodule"}
+"""Name of an engine in files with the former names of settings -> the engine that it means."""
 
 
 IN_ORT = ("ortmodule", "ort_fused")
-"""Engines whose graph runs in ORT."""
+"""Engines of onnxruntime-training."""
 
 
 REFERENCE = ("eager", "fp32")

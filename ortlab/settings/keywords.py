@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 class EngineKeywords(TypedDict, total=False):
     """Settings of `ortlab.wrap`."""
 
-    engine: Literal["auto", "eager", "compile", "ortmodule", "ort_fused"]
+    engine: Literal["auto", "eager", "compile", "ort", "ortmodule", "ort_fused"]
     precision: Literal["fp32", "tf32", "bf16", "fp16"]
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
@@ -48,7 +48,7 @@ class EngineKeywords(TypedDict, total=False):
 class FinetuneKeywords(TypedDict, total=False):
     """Settings of `ortlab.finetune`."""
 
-    engine: Literal["auto", "eager", "compile", "ortmodule", "ort_fused"]
+    engine: Literal["auto", "eager", "compile", "ort", "ortmodule", "ort_fused"]
     precision: Literal["fp32", "tf32", "bf16", "fp16"]
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
@@ -244,7 +244,7 @@ class HistoryKeywords(TypedDict, total=False):
         "size",
     ]
     reverse: bool
-    engine: Literal["eager", "compile", "ortmodule", "ort_fused"] | None
+    engine: Literal["eager", "compile", "ort", "ortmodule", "ort_fused"] | None
     state: Literal["running", "finished", "stopped", "failed", "interrupted"] | None
     model: str | None
     tag: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ortlab.settings.choices import SAME_ENGINE
+from ortlab.settings.choices import FORMER_ENGINE
 from ortlab.settings.declaration import aliases
 from ortlab.settings.training import FinetuneSettings
 
@@ -40,7 +40,7 @@ def current_engine(name: Any, values: Mapping[str, Any]) -> Any:
         name: Engine as the file has it.
         values: Stored settings of the same run.
     """
-    return SAME_ENGINE.get(name, name) if _FORMER in values and isinstance(name, str) else name
+    return FORMER_ENGINE.get(name, name) if _FORMER in values and isinstance(name, str) else name
 
 
 def check(values: Mapping[str, Any]) -> None:

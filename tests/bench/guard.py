@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ortmodule.autocast import autocast_now
-from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.guard import Guard
 
 ROUNDS, CALLS = 15, 200

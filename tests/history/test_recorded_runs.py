@@ -51,7 +51,7 @@ def test_a_recorded_run_is_listed_and_resumes(home: Path, engine: str) -> None:
     (entry,) = ortlab.list_runs()
     assert (entry.name, entry.state, entry.steps) == (name, "stopped", 6)
     assert (entry.engine_asked, entry.engine_used) == (today, today)
-    (stored,) = ortlab.list_runs(engine=engine)
+    (stored,) = ortlab.list_runs(engine=today)
     saved = ortlab.open_run(name)
     assert stored.name == saved.name
     assert saved.settings.model.engine == today

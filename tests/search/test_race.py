@@ -301,7 +301,7 @@ def test_ctrl_c_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         ({"rounds": 0}, "rounds=0 must be at least 1"),
-        ({"engines": "eager,orrt"}, "did you mean 'ortmodule'"),
+        ({"engines": "eager,orrt"}, "did you mean 'ort'"),
         ({"round": 3}, "unknown setting 'round'.*did you mean 'rounds'"),
         ({"num_train_epochs": 3}, "unknown setting 'num_train_epochs'"),
         ({"engine": "ortmodule"}, "did you mean 'engines'"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ortlab
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.self_check import SMALLEST, SelfCheckFailed
+from ortlab.engines.self_check import SMALLEST, SelfCheckFailed
 from tests.zoo import specs
 from tests.zoo.dropout import Replay
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome

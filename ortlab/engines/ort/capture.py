@@ -129,9 +129,11 @@ class Backend:
 
     Attributes:
         graphs: Graphs compiled so far.
+        starting: Function that is called before a graph of Dynamo is compiled.
     """
 
     graphs: list[CompiledGraph] = field(default_factory=list)
+    starting: Callable[[], None] = lambda: None
 
     def __call__(
         self,
@@ -154,6 +156,7 @@ class Backend:
             ValueError: If an option is unknown.
             EngineUnavailable: If there is no onnxruntime.
         """
+        self.starting()
         if options:
             raise ValueError(f"backend 'ortlab' has no option {', '.join(map(repr, options))}")
         if (reason := unavailable()) is not None:

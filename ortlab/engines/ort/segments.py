@@ -107,13 +107,27 @@ class OrtSegment(torch.nn.Module):
         self.seconds, self.calls = 0.0, 0
         self.divided: Division | None = None
         self._session: Session | None = None
+        self.restart()
+
+    def restart(self, *, optimize: bool = True) -> None:
+        """Create the session again.
+
+        Args:
+            optimize: False to run the nodes as they are, without ORT's optimizations.
+
+        Raises:
+            NodeNotLowered: If ORT refuses a node.
+        """
         if self.lowered.outputs:  # ORT refuses a graph without nodes
             try:
                 self._session = Session(
-                    self.lowered.model, list(self.lowered.inputs), self.lowered.outputs
+                    self.lowered.model,
+                    list(self.lowered.inputs),
+                    self.lowered.outputs,
+                    optimize=optimize,
                 )
             except SessionFailed as error:
-                raise _blamed(graph, str(error)) from error
+                raise _blamed(self.graph, str(error)) from error
 
     def forward(self, *arguments: Any) -> list[torch.Tensor]:
         """Run the segment."""
@@ -126,18 +140,35 @@ class OrtSegment(torch.nn.Module):
             try:
                 made = self._session([_fed(arguments[i]) for i in self.lowered.inputs.values()])
             except SessionFailed as error:
-                self._give_up(str(error))
+                blamed = _blamed(self.graph, str(error))
+                self.move_to_torch(blamed.node, blamed.reason)
                 return self.forward(*arguments)
         found = [made[i] if i >= 0 else arguments[-1 - i] for i in self.lowered.results]
         self.seconds += time.perf_counter() - started
         self.calls += 1
         return found
 
-    def _give_up(self, message: str) -> None:
-        """Divide the segment again, with the operator in torch whose kernel has failed."""
-        blamed = _blamed(self.graph, message)
+    def move_to_torch(self, node: fx.Node, reason: str) -> None:
+        """Divide the segment again, with an operator in torch.
+
+        Args:
+            node: Call of the operator in `graph`; all calls with the same types are moved.
+            reason: Why ORT does not run it.
+        """
         in_torch: dict[fx.Node, str] = {}
-        _add_alike(self.graph, in_torch, blamed.node, blamed.reason)
+        _add_alike(self.graph, in_torch, node, reason)
+        self._divide_again(in_torch)
+
+    def move_all_to_torch(self, reason: str) -> None:
+        """Let torch run the whole segment.
+
+        Args:
+            reason: Why ORT does not run it.
+        """
+        operators = [node for node in self.graph.graph.nodes if node.op == "call_function"]
+        self._divide_again({node: reason for node in operators if not is_number(node)})
+
+    def _divide_again(self, in_torch: Mapping[fx.Node, str]) -> None:
         self.divided = divide(self.graph, in_torch)
         self._session = None
 

@@ -8,6 +8,7 @@ the same in onnxruntime-training 1.19.2 and in today's onnxruntime.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -26,12 +27,25 @@ _OLDEST: Final = (1, 19)
 """Oldest version of onnxruntime with the operators of opset 21."""
 
 
+_TRAINING: Final = "onnxruntime.training.ortmodule"
+
+
 @functools.cache
 def _runtime() -> tuple[Any, Any]:
-    """Return onnxruntime and its C++ module."""
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as native
+    """Return onnxruntime and its C++ module.
 
+    The import of onnxruntime-training would import ORTModule as well, which takes seconds and
+    replaces functions of torch. It does without while that is hidden.
+    """
+    hidden = "onnxruntime" not in sys.modules
+    if hidden:
+        sys.modules[_TRAINING] = None  # type: ignore[assignment]  # None makes its import fail
+    try:
+        import onnxruntime
+        from onnxruntime.capi import onnxruntime_pybind11_state as native
+    finally:
+        if hidden:
+            del sys.modules[_TRAINING]
     return onnxruntime, native
 
 

@@ -20,9 +20,9 @@ from ortlab.engines.base import (
     tell,
 )
 from ortlab.engines.batch import tensors
+from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ortmodule import compat, kernels, options
 from ortlab.engines.ortmodule.autocast import asks_for_bfloat16, autocast_now, in_types, types_of
-from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.compat import interop
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import (
@@ -35,7 +35,7 @@ from ortlab.engines.ortmodule.export_pool import (
 )
 from ortlab.engines.ortmodule.guard import Guard
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
-from ortlab.engines.ortmodule.self_check import (
+from ortlab.engines.self_check import (
     EagerOnly,
     Observed,
     SelfCheckFailed,
@@ -78,6 +78,8 @@ class GraphDispatcher:
         module: The user's module.
         settings: Settings that the module is wrapped with.
     """
+
+    engine = "ortmodule"
 
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
         self.module = module
@@ -740,7 +742,7 @@ class GraphDispatcher:
         held = inputs_kept(list(constants.values()))
         with NoDropout(), EagerOnly() as seen, inputs_kept(given) as changed, held as written:
             call = functools.partial(self.module, *args, **kwargs)
-            reference = observe(
+            reference = _observed(
                 call,
                 self.module,
                 inputs=_differentiable(given),
@@ -779,7 +781,7 @@ class GraphDispatcher:
         Raises ExportFailed if they depend on those of Python or numpy, constants in the graph.
         """
         call = functools.partial(self.module, *args, **kwargs)
-        with NoDropout():
+        with NoDropout(), interop.without_reentry():
             if depends_on_seed(reference, call, self.module, drawn_by_torch=False):
                 raise ExportFailed(
                     "forward draws random numbers from Python or numpy, and ORT's graph would "
@@ -796,7 +798,7 @@ class GraphDispatcher:
     ) -> None:
         given = tensors([args, kwargs])
         try:
-            observed = observe(
+            observed = _observed(
                 functools.partial(served.run, args, kwargs, dropout=False),
                 self.module,
                 inputs=_differentiable(given),
@@ -874,7 +876,7 @@ class GraphDispatcher:
         ) -> Observed | None:
             try:
                 with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
-                    return observe(
+                    return _observed(
                         functools.partial(module, *args, **kwargs),
                         module,
                         inputs=_differentiable(tensors([args, kwargs])),
@@ -946,6 +948,12 @@ def _forward_hooked(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if child._forward_hooks or child._forward_pre_hooks
     ]
+
+
+@functools.wraps(observe)
+def _observed(*args: Any, **kwargs: Any) -> Observed:
+    with interop.without_reentry():
+        return observe(*args, **kwargs)
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:

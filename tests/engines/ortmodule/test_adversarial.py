@@ -21,7 +21,7 @@ import ortlab
 from ortlab.engines.ortmodule import dispatch
 from ortlab.engines.ortmodule.engine import OrtModuleEngine
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings
 from tests.support import tiny
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ortlab.engines.base import Report, progress
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support import tiny
 from tests.support.needed_engines import needs

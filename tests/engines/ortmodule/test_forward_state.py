@@ -15,7 +15,7 @@ from torch.nn import functional
 import ortlab
 from ortlab.engines.ortmodule.engine import OrtModuleEngine
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.engines.torchscript.isolation import NotInGraph
 from ortlab.settings import EngineSettings
 

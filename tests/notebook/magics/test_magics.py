@@ -175,7 +175,7 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
         ),
         (
             "%%ort --engine orc\nbound = Net()",
-            "choose from auto, eager, compile, ortmodule, ort_fused; did you mean 'ortmodule'?",
+            "choose from auto, eager, compile, ort, ortmodule, ort_fused; did you mean 'ort'?",
         ),
         ("%%ort --self-check maybe\nbound = Net()", "--self-check takes on or off, not 'maybe'"),
         ("%%ort 'net\nbound = Net()", '%ort: No closing quotation in "\'net"'),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX
-from ortlab.engines.ortmodule.self_check import SelfCheckFailed
+from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings
 from tests.support.needed_engines import needs
 

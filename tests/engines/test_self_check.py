@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlab.engines.ortmodule import self_check
-from ortlab.engines.ortmodule.self_check import (
+from ortlab.engines import self_check
+from ortlab.engines.self_check import (
     Observed,
     SelfCheckFailed,
     compare,

@@ -1,9 +1,10 @@
 """Comparison of an engine with eager torch: outputs, gradients and buffers.
 
-Dropout is off on both sides. In eager torch a function mode makes every dropout call the identity;
-in ORT's graph the ratio of every Dropout node is zero, and nothing else differs from the graph that
-trains. The compared gradients are those of the sum of <v, y>, with outputs y and random vectors v
-of the same shapes, so that every output counts, even one that a loss would ignore.
+With engine ``ortmodule``, dropout is off on both sides: in eager torch a function mode makes every
+dropout call the identity, and in ORT's graph the ratio of every Dropout node is zero. With engine
+``ort`` both draw the same masks. The compared gradients are those of the sum of <v, y>, with
+outputs y and random vectors v of the same shapes, so that every output counts, even one that a loss
+would ignore.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.batch import tensors
-from ortlab.engines.ortmodule.compat import interop
 from ortlab.engines.torch import autograd
 from ortlab.engines.torchscript import undifferentiated
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
@@ -321,7 +321,7 @@ def observe(
     Returns:
         The results of the run.
     """
-    with undisturbed(module) as wrote, interop.without_reentry():
+    with undisturbed(module) as wrote:
         before, registered = RandomStates.now(), dict(module.named_buffers())
         with torch.enable_grad() if gradients else torch.no_grad():
             outputs = dict(_floating("output", call()))

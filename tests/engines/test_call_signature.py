@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.call_signature import CallSignature
 from ortlab.engines.ortmodule.engine import execution_of
 
 

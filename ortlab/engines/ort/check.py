@@ -1,0 +1,178 @@
+"""Search for the operator whose result in ORT is wrong, and its move to torch.
+
+`self_check` compares a whole step with eager torch. Where it differs, each ORT segment of the step
+is compared with its own FX graph, which torch runs on the same inputs and masks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from ortlab.engines.ort.onnx_model import NodeNotLowered, is_number, source_line
+from ortlab.engines.ort.segments import OrtSegment
+
+_TOLERANCE: Final = 1e-4
+_NEAR: Final = 3.0
+"""Error of ORT against double precision that counts as rounding, in errors of torch itself."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Part of a segment that runs otherwise from now on.
+
+    Attributes:
+        operator: Name of the operator, or "" for a whole segment.
+        error: Relative error of ORT's result.
+        where: Source line of the operator; "" if unknown.
+        how: What runs it now.
+    """
+
+    operator: str
+    error: float
+    where: str
+    how: str
+
+    def __str__(self) -> str:
+        what = self.operator or "a segment"
+        at = f" at {self.where}" if self.where else ""
+        return f"{what}{at} runs {self.how}: ORT's result was off by {self.error:.1e}"
+
+
+@contextlib.contextmanager
+def recorded(segments: Iterable[OrtSegment]) -> Iterator[dict[OrtSegment, list[Any]]]:
+    """Keep the inputs of the segments that run within the context, the first time of each.
+
+    Args:
+        segments: Segments to watch.
+
+    Yields:
+        Inputs by segment, filled while segments run.
+    """
+    inputs: dict[OrtSegment, list[Any]] = {}
+    hooks = [
+        segment.register_forward_pre_hook(
+            lambda each, given: inputs.setdefault(each, list(given)) and None
+        )
+        for segment in segments
+    ]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def mended(inputs: Mapping[OrtSegment, list[Any]]) -> list[Moved]:
+    """Move what ORT computes wrongly to torch.
+
+    Args:
+        inputs: Inputs of each segment, from `recorded`.
+
+    Returns:
+        The moves; empty if ORT's results agree with torch's in every segment.
+    """
+    found = []
+    with torch.no_grad():
+        for segment, given in inputs.items():
+            error = _error(segment.graph, segment(*given), given)
+            if error > _TOLERANCE:
+                found.append(_move(segment, given, error))
+    return found
+
+
+def _move(segment: OrtSegment, given: list[Any], error: float) -> Moved:
+    node, own_error = _first_wrong(segment.graph, given)
+    if node is not None:
+        segment.move_to_torch(node, "ORT's result differed from torch's")
+        name = str(node.target).removesuffix(".default")
+        return Moved(name, own_error, source_line(node), "in torch")
+    # Each operator alone is right, so ORT's optimizer has made something wrong of several.
+    segment.restart(optimize=False)
+    if _error(segment.graph, segment(*given), given) <= _TOLERANCE:
+        return Moved("", error, "", "without ORT's optimizations")
+    segment.move_all_to_torch("ORT's result differed from torch's")
+    return Moved("", error, "", "in torch")
+
+
+def _first_wrong(graph: fx.GraphModule, given: list[Any]) -> tuple[fx.Node | None, float]:
+    """Return the first operator whose result in ORT differs on torch's inputs, and its error."""
+    values: dict[fx.Node, Any] = {}
+    arguments = iter(given)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(arguments)
+        elif node.op == "get_attr":
+            values[node] = getattr(graph, str(node.target))
+        elif node.op == "call_function":
+            read = fx.map_arg((node.args, node.kwargs), lambda each: values[each])
+            values[node] = node.target(*read[0], **read[1])
+            if node.target is operator.getitem or is_number(node):
+                continue
+            error = _error_alone(node, values)
+            if error > _TOLERANCE:
+                return node, error
+    return None, 0.0
+
+
+def _error_alone(node: fx.Node, values: Mapping[fx.Node, Any]) -> float:
+    """Return the error of one operator in ORT on given inputs."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for each in node.all_input_nodes:
+        made[each] = graph.placeholder(each.name)
+        made[each].meta = dict(each.meta)
+    call = graph.node_copy(node, lambda each: made[each])
+    meant = node.meta["val"]
+    outputs = [call]
+    if isinstance(meant, list | tuple):
+        outputs = []
+        for i, value in enumerate(meant):
+            if value is not None and any(user.args[1] == i for user in node.users):
+                taken = graph.call_function(operator.getitem, (call, i))
+                taken.meta["val"] = value
+                outputs.append(taken)
+    graph.output(outputs)
+    given = [values[each] for each in node.all_input_nodes]
+    alone = fx.GraphModule({}, graph)
+    try:
+        return _error(alone, OrtSegment(alone)(*given), given)
+    except NodeNotLowered:  # its sizes are known in the whole segment only
+        return 0.0
+
+
+def _error(graph: fx.GraphModule, found: list[torch.Tensor], given: list[Any]) -> float:
+    """Return the largest relative error of ORT's results; 0 if rounding explains it."""
+    expected = graph(*given)
+    errors = [_apart(one, other) for one, other in zip(expected, found, strict=True)]
+    worst = max(errors, default=0.0)
+    if worst <= _TOLERANCE:
+        return worst
+    try:
+        exact = graph(*map(_doubled, given))
+    except RuntimeError:  # types do not fit in double precision
+        return worst
+    pairs = zip(exact, expected, found, strict=True)
+    explained = all(_apart(e, o) <= max(_TOLERANCE, _NEAR * _apart(e, t)) for e, t, o in pairs)
+    return 0.0 if explained else worst
+
+
+def _doubled(value: Any) -> Any:
+    is_single = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_single else value
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return ||a - b|| / ||a||, where two NaN, or two equal infinities, are equal."""
+    a, b = one.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, a - b).norm()
+    if not difference:
+        return 0.0
+    return float(difference / torch.where(a.isfinite(), a, 0.0).norm().clamp(min=1e-12))

@@ -1,0 +1,334 @@
+"""A model that runs in ORT: its compilation, the check of its first step, and the report on it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ortlab.engines.base import Report, tell
+from ortlab.engines.batch import tensors
+from ortlab.engines.call_signature import CallSignature
+from ortlab.engines.ort import check
+from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.segments import OrtSegment
+from ortlab.engines.self_check import (
+    Observed,
+    SelfCheckFailed,
+    compare,
+    in_double,
+    is_at_a_kink,
+    is_rounding,
+    nudged,
+    observe,
+)
+from ortlab.settings import EngineSettings
+from ortlab.utils.errors import Concise
+from ortlab.utils.rng import RandomStates
+
+_LIMITS: Final[dict[str, Any]] = {"recompile_limit": 64, "allow_rnn": True}
+"""Options of Dynamo during a call: graphs of a model at most, and RNNs layer by layer."""
+
+_CAPTURES: Final[dict[str, Any]] = {
+    "capture_dynamic_output_shape_ops": True,
+    "capture_scalar_outputs": True,
+}
+"""Options of Dynamo that capture selections by a mask and ``item()``."""
+
+_MOST_MOVES: Final = 20
+_MOST_LINES: Final = 3
+
+
+class CaptureFailed(Concise, RuntimeError):
+    """Raised when torch cannot capture a model and fallback is off."""
+
+
+class OrtModel:
+    """Record of a wrapped model.
+
+    Attributes:
+        module: The user's own module.
+        settings: Settings that apply now.
+        engine: Name of the engine.
+    """
+
+    engine = "ort"
+
+    def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
+        self.module, self.settings = module, settings
+        self._forward = module.forward
+        # Torch's cache of compiled code keeps the backend, which must not keep the model.
+        remember = weakref.WeakMethod(self._remember)
+        self._backend = Backend(starting=lambda: (remember() or _nothing)())
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._compiled = self._compile()
+        self._options = {**_LIMITS, **_CAPTURES}
+        self._checked = 0
+        self._check_s = 0.0
+        self._fallback: str | None = None
+        self._notes: list[str] = []
+        self._remarks: list[str] = []
+        self._last_call: CallSignature | None = None
+
+    def _compile(self) -> Callable[..., Any]:
+        options: dict[str, Any] = {}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch 2.12
+            # Each model has a limit of its own, not one for all models of its class.
+            options["isolate_recompiles"] = True
+        compiled: Callable[..., Any] = torch.compile(
+            self._forward, backend=self._backend, **options
+        )
+        return compiled
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's forward pass in ORT.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            The module's outputs.
+
+        Raises:
+            CaptureFailed: If torch cannot capture the model and fallback is off.
+            SelfCheckFailed: If results differ from eager torch and fallback is off.
+        """
+        if self._fallback is not None:
+            return self._run(args, kwargs)
+        if not self._backend.graphs and self.settings.self_check:
+            self._check(args, kwargs)  # before the call, which then starts from the same state
+        states = RandomStates.now()
+        self._before = []
+        outputs = self._run(args, kwargs)
+        if len(self._backend.graphs) > self._checked and self.settings.self_check:
+            before, buffers = self._before, tuple(self.module.buffers())
+            # The graph of these outputs may have saved buffers, which the check restores.
+            with _unsafe_preserve_version_counter(buffers):
+                right = self._check(args, kwargs)
+            if not right:
+                states.give_back()
+                with torch.no_grad():
+                    for buffer, value in before:
+                        buffer.copy_(value)
+                outputs = self._run(args, kwargs)
+        self._before = []
+        return outputs
+
+    def _remember(self) -> None:
+        """Keep the buffers' values from before a call that may have to be repeated."""
+        if not self._before:
+            self._before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled forward, or the model's own after a fallback."""
+        if self._fallback is not None:
+            return self._forward(*args, **kwargs)
+        started, compiled = self._executed(), len(self._backend.graphs)
+        try:
+            with torch._dynamo.config.patch(self._options):
+                outputs = self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            return self._captured_otherwise(error, args, kwargs)
+        if len(self._backend.graphs) > compiled:
+            self._last_call = CallSignature.of(args, kwargs)
+            tell(f"captured {len(self._backend.graphs)} graphs of {type(self.module).__name__}")
+        if self._executed() == started and self._fallback is None:
+            self._fallback = f"torch captured no graph of it{_reason_of_the_last_skip()}"
+        return outputs
+
+    def _captured_otherwise(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Try again without Dynamo's options, whose capture has limits; else run in eager torch."""
+        if self._options != _LIMITS:
+            self._options = _LIMITS
+            self._compiled = self._compile()
+            return self._run(args, kwargs)
+        reason = f"torch cannot capture it ({_first_line(error)})"
+        if not self.settings.fallback:
+            raise CaptureFailed(f"engine 'ort': {reason}; use engine='eager'") from error
+        self._fallback = reason
+        return self._run(args, kwargs)
+
+    def _executed(self) -> int:
+        return sum(graph.calls for graph in self._backend.graphs)
+
+    # Check
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Compare a step with eager torch, and move what is wrong to torch.
+
+        Both steps start from the same state, draw the same random numbers and leave no trace.
+        Return True if nothing was wrong.
+        """
+        started = time.perf_counter()
+        tell("checking ORT against eager torch")
+        try:
+            return self._compared(args, kwargs)
+        finally:
+            self._checked = len(self._backend.graphs)
+            self._check_s += time.perf_counter() - started
+
+    def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        reference = self._observed(self._forward, args, kwargs)
+        right = True
+        for _ in range(_MOST_MOVES):
+            self._observed(self._run, args, kwargs, compiling=True)
+            with check.recorded(self._segments()) as inputs:
+                found = self._observed(self._run, args, kwargs, compiling=True)
+            if self._fallback is not None:
+                return True
+            try:
+                verdict: object = compare(reference, found, low_precision=_is_low(self.module))
+            except SelfCheckFailed as error:
+                right = False
+                moves = check.mended(inputs)
+                if moves:
+                    self._remarks += map(str, moves)
+                    continue
+                if why := self._rounding(reference, found, args, kwargs):
+                    verdict = f"{why}; {error}"
+                else:
+                    return self._wrong(error)
+            shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
+            self._notes.append(f"checked on {shapes}: {verdict}")
+            return right
+        raise AssertionError("every check found another operator")
+
+    def _wrong(self, error: SelfCheckFailed) -> bool:
+        reason = f"its results would differ from eager torch: {error}"
+        if not self.settings.fallback:
+            raise SelfCheckFailed(f"engine 'ort': {reason}; use engine='eager'")
+        self._fallback = reason
+        return False
+
+    def _observed(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        compiling: bool = False,
+    ) -> Observed:
+        call = (
+            functools.partial(function, args, kwargs)
+            if compiling
+            else functools.partial(function, *args, **kwargs)
+        )
+        inputs = [each for each in tensors([args, kwargs]) if each.requires_grad and each.is_leaf]
+        return observe(call, self.module, inputs=inputs, gradients=torch.is_grad_enabled())
+
+    def _rounding(
+        self,
+        reference: Observed,
+        found: Observed,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> str:
+        """Return why rounding explains a difference from eager torch; "" if it does not."""
+
+        def eager(module: nn.Module, args: Any, kwargs: Any) -> Observed | None:
+            try:
+                return observe(
+                    functools.partial(module, *args, **kwargs),
+                    module,
+                    inputs=[each for each in tensors([args, kwargs]) if each.requires_grad],
+                    gradients=torch.is_grad_enabled(),
+                )
+            except Exception:  # noqa: BLE001 - forward may mix types, which is then no evidence
+                return None
+
+        call = in_double(self.module, args, kwargs)
+        exact = call and eager(*call)
+        if not exact:
+            return ""
+        if is_rounding(reference, found, exact):
+            return "as close to eager torch in double precision as eager torch itself"
+        others = (eager(*each) for each in nudged(self.module, args, kwargs))
+        if is_at_a_kink(exact, found, filter(None, others)):
+            return "as close as eager torch with parameters changed by a few rounding errors"
+        return ""
+
+    def _segments(self) -> list[OrtSegment]:
+        return [
+            segment
+            for graph in self._backend.graphs
+            for part in graph.division.parts()
+            for segment in part.segments
+            if segment.divided is None
+        ]
+
+    # Report
+
+    def report(self) -> Report:
+        """See `WrappedModel.report`."""
+        graphs = self._backend.graphs
+        in_torch = [each for graph in graphs for each in graph.division.torch_operators()]
+        remarks = {
+            f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in in_torch
+        }
+        notes = list(self._notes)
+        whole = sum(graph.call_seconds for graph in graphs)
+        if whole:
+            share = sum(graph.division.ort_seconds for graph in graphs) / whole
+            notes.append(f"{len(graphs)} graphs, ORT {share:.1%} of the time in them")
+        return Report(
+            engine_used="eager" if self._fallback else "ort",
+            fallback_reason=self._fallback,
+            export_s=sum(graph.seconds for graph in graphs),
+            check_s=self._check_s,
+            notes=tuple(notes),
+            remarks=(*self._remarks, *sorted(remarks)),
+        )
+
+    def configure(self, settings: EngineSettings) -> None:
+        """See `WrappedModel.configure`."""
+        self.settings = settings
+
+    def reseed(self, seed: int) -> None:
+        """See `WrappedModel.reseed`: all random numbers are torch's."""
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """See `WrappedModel.example`; of the last call that made a graph."""
+        return None if self._last_call is None else self._last_call.placeholders()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _is_low(module: nn.Module) -> bool:
+    """Return True if products are in half precision."""
+    halves = (torch.float16, torch.bfloat16)
+    on_cpu = torch.is_autocast_enabled("cpu")
+    return on_cpu or any(each.dtype in halves for each in module.parameters())
+
+
+def _lines(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    return f" at {', '.join(lines[:_MOST_LINES])}{more}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
+
+
+def _reason_of_the_last_skip() -> str:
+    """Return torch's reason for the last frame that it compiled no graph of; "" if unknown."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    if not metrics:
+        return ""
+    last = metrics[-1]
+    reason = last.fail_reason or ", ".join(last.restart_reasons or ())
+    return f": {' '.join(reason.split())[:200]}" if reason else ""

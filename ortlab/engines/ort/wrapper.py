@@ -1,0 +1,107 @@
+"""The module that `ortlab.wrap` returns for engine ``ort``: the user's model, with another forward.
+
+The wrapper is of a subclass of the model's class and has the same ``__dict__`` as the model, so
+that parameters, submodules, hooks and attributes are the model's own, in both directions.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ortlab.engines.ort.model import OrtModel
+from ortlab.settings import EngineSettings
+
+
+class _Forward:
+    """Descriptor of forward: the model's in ORT, or what a library has put around it.
+
+    A data descriptor, so that a forward in the shared ``__dict__`` does not hide it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, wrapper: Any, kind: type) -> Callable[..., Any]:
+        if wrapper is None:
+            return self._function
+        function: Callable[..., Any] = wrapper._ortlab_forward
+        return function
+
+    def __set__(self, wrapper: Any, function: Callable[..., Any]) -> None:
+        object.__setattr__(wrapper, "_ortlab_forward", function)
+
+    def __delete__(self, wrapper: Any) -> None:
+        self.__set__(wrapper, _forward_of(wrapper._ortlab))
+
+
+def _forward_of(record: OrtModel) -> Callable[..., Any]:
+    @functools.wraps(record.module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return record.forward(args, kwargs)
+
+    return forward
+
+
+def wrapped(model: nn.Module, settings: EngineSettings) -> nn.Module:
+    """Return a module that runs `model` in ORT.
+
+    Args:
+        model: The user's module.
+        settings: Settings of the engine.
+    """
+    kind: Any = type(model)
+    made: nn.Module = object.__new__(_class_for(kind))
+    object.__setattr__(made, "__dict__", model.__dict__)
+    record = OrtModel(model, settings)
+    object.__setattr__(made, "_ortlab", record)
+    object.__setattr__(made, "_ortlab_forward", _forward_of(record))
+    return made
+
+
+def is_wrapped(module: object) -> bool:
+    """Return True for a result of `wrapped`.
+
+    Args:
+        module: Any object.
+    """
+    return hasattr(type(module), "_ortlab_forward")
+
+
+def record_of(module: nn.Module) -> OrtModel:
+    """Return the engine's record of a result of `wrapped`.
+
+    Args:
+        module: Result of `wrapped`.
+    """
+    record = module._ortlab
+    assert isinstance(record, OrtModel)
+    return record
+
+
+@functools.cache
+def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
+    def deepcopied(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        record = record_of(wrapper)
+        return wrapped(copy.deepcopy(record.module, memo), record.settings)
+
+    def reduced(wrapper: nn.Module, _protocol: int = 2) -> tuple[Any, ...]:
+        record = record_of(wrapper)
+        return wrapped, (record.module, record.settings)
+
+    members = {
+        "__slots__": ("_ortlab", "_ortlab_forward"),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__deepcopy__": deepcopied,
+        "__reduce_ex__": reduced,
+        "forward": _Forward(kind.forward),
+    }
+    metaclass: Any = type(kind)
+    made: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
+    return made

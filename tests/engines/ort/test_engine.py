@@ -1,0 +1,367 @@
+"""The engine ``ort`` in `ortlab.wrap`: the wrapper, the check of its results, what it reports."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ortlab
+from ortlab.engines.base import wrapped_model
+from ortlab.engines.ort import check
+from ortlab.engines.ort.lowering import graph as lowering
+from ortlab.engines.ort.lowering import products
+from ortlab.engines.ort.model import CaptureFailed
+from ortlab.engines.self_check import SelfCheckFailed
+from tests.support.worker_runs import losses as losses_of
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Forget the sizes that other models of the same class were called with."""
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """A classifier with dropout, whose forward has a keyword and an attribute that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, *, sharpness: float = 1.0) -> Tensor:
+        hidden = functional.dropout(self.inner(x).tanh(), 0.2, self.training)
+        scores: Tensor = self.outer(hidden) * sharpness * self.scale
+        return scores
+
+
+def losses(model: Any, reference: nn.Module, inputs: Tensor, **named: Any) -> tuple[float, float]:
+    """Return the loss of both, after a backward pass with the same random numbers."""
+    found = []
+    for each in (model, reference):
+        each.zero_grad()
+        torch.manual_seed(3)
+        loss = each(inputs, **named).square().mean()
+        loss.backward()
+        found.append(float(loss.detach()))
+    return found[0], found[1]
+
+
+def assert_equal(model: Any, reference: nn.Module, inputs: Tensor, **named: Any) -> None:
+    one, other = losses(model, reference, inputs, **named)
+    assert one == pytest.approx(other, rel=1e-5)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def pair(model: nn.Module, **settings: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    return ortlab.wrap(model, engine="ort", **settings), copy.deepcopy(model)
+
+
+def report(model: Any) -> Any:
+    record = wrapped_model(model)
+    assert record is not None
+    return record.report()
+
+
+# The wrapper
+
+
+def test_the_wrapper_is_a_model_of_the_same_class_with_the_same_state() -> None:
+    model = Net()
+    wrapped, reference = pair(model)
+    assert type(wrapped) is not Net
+    assert isinstance(wrapped, Net)
+    assert type(wrapped).__name__ == "Net"
+    assert wrapped.inner is model.inner
+    assert list(wrapped.state_dict()) == list(model.state_dict())
+    assert str(inspect.signature(wrapped.forward)) == str(inspect.signature(model.forward))
+    assert "sharpness" in inspect.signature(type(wrapped).forward).parameters
+    wrapped.eval()
+    assert not model.training
+    wrapped.scale = 3.0
+    assert model.scale == 3.0
+    reference.load_state_dict(wrapped.state_dict())
+    reference.eval()
+    reference.scale = 3.0
+    assert_equal(wrapped, reference, torch.randn(4, 6), sharpness=2.0)
+    assert ortlab.unwrap(wrapped) is model
+
+
+def test_an_edited_attribute_and_other_arguments_count() -> None:
+    wrapped, reference = pair(Net())
+    inputs = torch.randn(4, 6)
+    for scale, sharpness in ((1.0, 1.0), (2.5, 1.0), (2.5, 0.5)):
+        wrapped.scale = reference.scale = scale  # type: ignore[assignment]
+        assert_equal(wrapped, reference, inputs, sharpness=sharpness)
+
+
+def test_hooks_run_once() -> None:
+    wrapped, reference = pair(Net())
+    seen: list[str] = []
+    for each in (wrapped, reference):
+        each.register_forward_hook(lambda *_: seen.append("root"))
+        each.inner.register_forward_hook(lambda *given: given[2] * 2)
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    assert seen.count("root") == 2
+
+
+def test_copies_and_pickles_are_wrapped() -> None:
+    wrapped, reference = pair(Net())
+    for made in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert made.inner.weight is not wrapped.inner.weight
+        assert_equal(made, reference, torch.randn(4, 6))
+        assert report(made).engine_used == "ort"
+
+
+def test_a_library_may_replace_forward_and_put_it_back() -> None:
+    """As accelerate does."""
+    model = Net()
+    wrapped, _ = pair(model)
+    before = wrapped.forward
+    wrapped.forward = lambda x: before(x) * 0
+    assert wrapped(torch.randn(2, 6)).abs().sum() == 0
+    assert model(torch.randn(2, 6)).abs().sum() > 0
+    wrapped.forward = before
+    assert wrapped(torch.randn(2, 6)).abs().sum() > 0
+    del wrapped.forward
+    assert wrapped(torch.randn(2, 6)).abs().sum() > 0
+
+
+def test_models_of_one_class_do_not_share_a_limit_of_graphs() -> None:
+    models = [pair(nn.Sequential(nn.Linear(6, 4 + i)))[0] for i in range(12)]
+    for model in models:
+        for rows in (3, 5):
+            model(torch.randn(rows, 6)).sum().backward()
+        assert report(model).fallback_reason is None
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        ortlab.wrap(nn.ReLU(), engine="ort")
+
+
+# The check
+
+
+def test_the_first_step_of_each_graph_is_checked_and_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+    wrapped, reference = pair(model)
+    torch.manual_seed(3)
+    for rows in (4, 6, 9):
+        inputs = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+        state = torch.get_rng_state()
+        one = wrapped(inputs)
+        torch.set_rng_state(state)
+        torch.testing.assert_close(one, reference(inputs))
+    assert all(p.grad is None for p in model.parameters())
+    for one, other in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+    notes = report(wrapped).notes
+    assert [note.startswith("checked on [") for note in notes] == [True, True, False]
+    assert "gradients within" in notes[0]
+
+
+@pytest.fixture
+def wrong_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower tanh to another function."""
+    monkeypatch.setitem(
+        lowering.RULES, aten.tanh.default, lambda graph, node, x: graph.unary("Sin", x)
+    )
+
+
+def test_a_wrong_operator_is_found_and_runs_in_torch(wrong_tanh: None) -> None:
+    wrapped, reference = pair(Net())
+    for rows in (4, 7, 9):
+        assert_equal(wrapped, reference, torch.randn(rows, 6))
+    found = report(wrapped)
+    assert found.engine_used == "ort"
+    line = Net.forward.__code__.co_firstlineno + 1
+    assert found.remarks[0].startswith(
+        f"aten.tanh at {__file__}:{line} runs in torch: ORT's result was off by "
+    )
+    assert any("aten.tanh" in each and "in torch" in each for each in found.remarks[1:])
+
+
+def test_without_the_check_a_wrong_operator_stays(wrong_tanh: None) -> None:
+    wrapped, reference = pair(Net(), self_check=False)
+    one, other = losses(wrapped, reference, 3 * torch.randn(4, 6))
+    assert one != pytest.approx(other, rel=1e-2)
+
+
+class ByVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.weight.t() @ row for row in x.unbind()])
+
+
+def test_what_orts_optimizer_makes_wrong_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT's MatMul of a transposed matrix and a vector: right alone, wrong once fused."""
+
+    def by_matmul(graph: Any, node: Any, matrix: Any, vector: Any) -> Any:
+        shape = lowering.result(node).shape
+        return graph.value("MatMul", matrix, vector, shape=shape, dtype=matrix.dtype)
+
+    assert products
+    monkeypatch.setitem(lowering.RULES, aten.mv.default, by_matmul)
+    wrapped, reference = pair(ByVector())
+    assert_equal(wrapped, reference, torch.randn(2, 6))
+    (remark,) = report(wrapped).remarks
+    assert remark.startswith("a segment runs without ORT's optimizations: ORT's result was off by")
+
+
+def test_a_difference_that_no_operator_explains_falls_back(
+    wrong_tanh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "mended", lambda inputs: [])
+    wrapped, reference = pair(Net(), fallback=True)
+    assert_equal(wrapped, reference, 3 * torch.randn(4, 6))
+    found = report(wrapped)
+    assert found.engine_used == "eager"
+    assert "its results would differ from eager torch" in str(found.fallback_reason)
+    strict, _ = pair(Net(), fallback=False)
+    with pytest.raises(SelfCheckFailed, match="use engine='eager'"):
+        strict(3 * torch.randn(4, 6))
+
+
+# What it reports
+
+
+class Counted(nn.Module):
+    """Operators in torch: one without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h * torch.special.erfcx(h)
+
+
+def test_operators_in_torch_are_remarks_with_their_lines() -> None:
+    wrapped, reference = pair(Counted())
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    line = Counted.forward.__code__.co_firstlineno + 2
+    assert any(
+        each.startswith(f"aten.special_erfcx at {__file__}:{line}")
+        and each.endswith("in torch: no rule for this operator")
+        for each in report(wrapped).remarks
+    )
+    assert "ORT " in report(wrapped).notes[-1]
+
+
+class Loop(nn.Module):
+    """A graph break inside a loop: Dynamo skips the frame and compiles nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_model_that_dynamo_skips_runs_in_eager_torch_and_says_so() -> None:
+    wrapped, reference = pair(Loop())
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    found = report(wrapped)
+    assert found.engine_used == "eager"
+    assert str(found.fallback_reason).startswith("torch captured no graph of it: ")
+    assert "graph_break()" in str(found.fallback_reason)
+
+
+class Chosen(nn.Module):
+    """A selection by a mask and a number read from a tensor: both are captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h[x[:, 0] > 0] * x.abs().max().item()
+
+
+def test_selections_are_captured_whole() -> None:
+    wrapped, reference = pair(Chosen())
+    for rows in (6, 8, 9):
+        assert_equal(wrapped, reference, torch.randn(rows, 6))
+    record: Any = wrapped_model(wrapped)
+    assert {graph.phase for graph in record._backend.graphs} == {"forward", "backward"}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three rows are too many")
+        made: Tensor = self.layer(x)
+        return made
+
+
+def test_errors_of_forward_are_the_users_own() -> None:
+    wrapped, reference = pair(Broken())
+    with pytest.raises(ValueError, match="three rows are too many"):
+        wrapped(torch.randn(3, 6))
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    with pytest.raises(ValueError, match="three rows are too many"):
+        wrapped(torch.randn(3, 6))
+
+
+def test_a_failed_capture_falls_back_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch._dynamo.exc.InternalTorchDynamoError("no way\nsecond line")
+
+    wrapped, reference = pair(Net(), self_check=False, fallback=True)
+    wrapped_model(wrapped)._compile = lambda: fail  # type: ignore[union-attr, attr-defined]
+    wrapped_model(wrapped)._compiled = fail  # type: ignore[union-attr, attr-defined]
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    assert report(wrapped).fallback_reason == "torch cannot capture it (no way)"
+    strict, _ = pair(Net(), self_check=False, fallback=False)
+    wrapped_model(strict)._compile = lambda: fail  # type: ignore[union-attr, attr-defined]
+    wrapped_model(strict)._compiled = fail  # type: ignore[union-attr, attr-defined]
+    with pytest.raises(CaptureFailed, match="no way"):
+        strict(torch.randn(4, 6))
+
+
+# Runs
+
+
+def test_a_run_trains_as_in_eager_torch() -> None:
+    data = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(12)]
+    found = {}
+    for engine in ("eager", "ort"):
+        torch.manual_seed(5)
+        run = ortlab.finetune(
+            Net(),
+            data,
+            loss="cross_entropy",
+            engine=engine,
+            device="cpu",
+            seed=1,
+            max_steps=12,
+        )
+        run.result(timeout=300)
+        found[engine] = list(losses_of(run))
+    assert len(found["ort"]) == 12
+    assert found["ort"] == pytest.approx(found["eager"], rel=1e-4)
