@@ -20,7 +20,7 @@ from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import draws
 from ortlab.engines.ort.attention import replace_attention
 from ortlab.engines.ort.lowering.graph import RULES
-from ortlab.engines.ort.segments import Division, divide
+from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
 from ortlab.engines.ort.session import unavailable
 
 aten = torch.ops.aten
@@ -85,7 +85,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         operator: decomposition
         for operator, decomposition in found.items()
-        if operator not in RULES and torch.Tag.nondeterministic_seeded not in operator.tags
+        if operator not in RULES
+        and operator not in FASTER_IN_TORCH
+        and torch.Tag.nondeterministic_seeded not in operator.tags
     }
 
 

@@ -45,6 +45,11 @@ aten = torch.ops.aten
 _READ_STRIDES: Final = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
 """Operators whose result depends on the strides of their input."""
 
+FASTER_IN_TORCH: Final = {
+    aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one"
+}
+"""Operators that ORT could run, with the reason why torch does."""
+
 
 @dataclass
 class TorchOperators:
@@ -287,6 +292,7 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
                     continue
                 except NotLowered as error:
                     reason = str(error)
+            reason = reason or FASTER_IN_TORCH.get(node.target)
             found[node] = reason or "no rule for this operator"
         if node.op != "output":
             known[node] = values_of(node, names)

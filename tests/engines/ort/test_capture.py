@@ -126,8 +126,12 @@ def test_transformers_at_several_sizes(make: Callable[..., nn.Module], dropout: 
         pair.compare(
             **{**batch, "labels": batch["input_ids" if make is tiny.gpt2 else "labels"]}, seed=i
         )
-    assert in_torch(pair.backend) == {}
-    assert all(len(graph.division.segments) == 1 for graph in pair.backend.graphs)
+    assert in_torch(pair.backend) == {
+        "aten.embedding_dense_backward": "torch adds the rows in several threads, ORT in one"
+    }
+    # GPT-2's tied weight has the sum of two gradients, one of them torch's.
+    most = 2 if make is tiny.gpt2 else 1
+    assert all(len(graph.division.segments) <= most for graph in pair.backend.graphs)
 
 
 def test_an_image_model_at_odd_sizes() -> None:

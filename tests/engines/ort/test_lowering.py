@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as in torch's documentation
 
 from ortlab.engines.ort.capture import Backend
+from ortlab.engines.torch.thread_count import threads
 from tests.support.captured import in_torch
 
 TOLERANCE = 2e-5
@@ -341,6 +342,10 @@ INDEXING: dict[str, Case] = {
         lambda x, i, v: x.index_put((i,), v, accumulate=True),
         (floats(4, 6), ints(5), floats(5, 6)),
     ),
+    "index put with addition in two dimensions": (
+        lambda x, i, j, v: x.index_put((i - 4, j), v, accumulate=True),
+        (floats(4, 6, 3), ints(5), ints(5), floats(5, 3)),
+    ),
     "number at a mask": (lambda x, c: _put(x, 0.5, c), (floats(4, 6), bools(4, 6))),
     "number at a mask of rows": (lambda x, c: _put(x, 0.5, c), (floats(4, 6), bools(4))),
     "scatter": (
@@ -550,6 +555,10 @@ EVERY = {
 }
 
 IN_TORCH = {
+    ("indexing: embedding", False): {"aten.embedding_dense_backward"},
+    ("indexing: embedding", True): {"aten.embedding_dense_backward"},
+    ("indexing: embedding with padding", False): {"aten.embedding_dense_backward"},
+    ("indexing: embedding with padding", True): {"aten.embedding_dense_backward"},
     ("reductions: product", False): {"aten.cumprod"},
     ("reductions: product", True): {"aten.cumprod"},
     ("layers: adaptive average pool", True): {
@@ -599,3 +608,26 @@ def test_results_and_gradients_are_those_of_eager_torch(name: str, dynamic: bool
         _compare(_outcome(function, inputs), _outcome(compiled, inputs))
     assert set(in_torch(backend)) == IN_TORCH.get((name, dynamic), set())
     assert backend.graphs
+
+
+ADDED = {
+    "embedding": (lambda w, i: F.embedding(i, w), (50, 64), (400, 250), 50),
+    "rows": (lambda x, i: x[i], (50, 64), (100_000,), 50),
+    "elements": (lambda x, i: x.gather(0, i), (50, 64), (5_000, 64), 50),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_equal_indices_are_all_added_with_several_threads(name: str) -> None:
+    """ORT's ScatterND adds in several threads at once, and loses some: 1 of 5 runs is wrong."""
+    function, shape, rows, high = ADDED[name]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator).double().float().requires_grad_()
+    at = torch.randint(0, high, rows, generator=generator)
+    with threads(4):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=Backend(), fullgraph=True)
+        (expected,) = torch.autograd.grad(function(x, at).sin().sum(), x)
+        for _ in range(20):
+            (found,) = torch.autograd.grad(compiled(x, at).sin().sum(), x)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-1)

@@ -30,38 +30,37 @@ def _embedding(graph: OnnxGraph, node: fx.Node, weight: Value, at: Value, *_: An
     return graph.value("Gather", weight, at, shape=result(node).shape, dtype=weight.dtype, axis=0)
 
 
-@lowers(aten.embedding_dense_backward.default)
-def _embedding_backward(
-    graph: OnnxGraph,
-    node: fx.Node,
-    gradient: Value,
-    at: Value,
-    count: Size,
-    padding: int,
-    scale_by_frequency: bool,
-) -> Value:
-    """Lower embedding_dense_backward to ScatterND with addition; rows of the padding are zero."""
-    if scale_by_frequency:
-        raise NotLowered("embedding with scale_grad_by_freq")
-    width, rows = gradient.shape[-1], product(at.shape)
-    flat = graph.reshape(gradient, [rows, width])
-    indices = graph.reshape(graph.cast(at, torch.int64), [rows, 1])
-    if padding >= 0:
-        flat = graph.where(graph.compare("Equal", indices, padding), 0, flat)
-    zeros = graph.full([count, width], 0, gradient.dtype)
-    return _scatter_nd(graph, zeros, indices, flat, add=True)
+def _put_rows(graph: OnnxGraph, x: Value, at: Value, values: Value) -> Value:
+    """Return ScatterND without a reduction, for indices that differ from each other."""
+    return graph.value("ScatterND", x, at, values, shape=x.shape, dtype=x.dtype)
 
 
-def _scatter_nd(graph: OnnxGraph, x: Value, at: Value, values: Value, *, add: bool) -> Value:
-    return graph.value(
-        "ScatterND",
-        x,
-        at,
-        values,
-        shape=x.shape,
+def _add_rows(graph: OnnxGraph, x: Value, at: Value, values: Value) -> Value:
+    """Return `x` with `values` added at `at`, [*rows, number of leading dimensions of `x`].
+
+    ScatterElements adds one after the other. ScatterND with a reduction adds in several threads at
+    once, and loses some where indices are equal (onnxruntime#18048, seen in 1.19.2 and 1.32).
+    """
+    count = at.shape[-1]
+    assert isinstance(count, int)
+    leading, rest = x.shape[:count], product(x.shape[count:])
+    rows = product(at.shape[:-1])
+    sizes = graph.sizes(leading)
+    counted = graph.where(graph.compare("Less", at, 0), graph.binary("Add", at, sizes), at)
+    strides = graph.sizes([product(leading[i + 1 :]) for i in range(count)])
+    places = graph.reduce("ReduceSum", graph.binary("Mul", counted, strides), [-1])
+    flat = graph.reshape(x, [product(leading), rest])
+    made = graph.value(
+        "ScatterElements",
+        flat,
+        graph.expand(graph.reshape(places, [rows, 1]), [rows, rest]),
+        graph.reshape(values, [rows, rest]),
+        shape=flat.shape,
         dtype=x.dtype,
-        reduction="add" if add else "none",
+        axis=0,
+        reduction="add",
     )
+    return graph.reshape(made, x.shape)
 
 
 @lowers(aten.gather.default)
@@ -271,7 +270,8 @@ def _index_put(
     shape = [*rest[: places.before], *places.shape, *rest[places.before :]]
     wide = places.in_front(graph, graph.expand(values, shape))
     target = graph.transpose(x, places.order)
-    made = _scatter_nd(graph, target, places.at, wide, add=accumulate)
+    put = _add_rows if accumulate else _put_rows
+    made = put(graph, target, places.at, wide)
     return graph.transpose(made, [places.order.index(i) for i in range(x.rank)])
 
 
@@ -290,4 +290,4 @@ def _masked_scatter(graph: OnnxGraph, node: fx.Node, x: Value, mask: Value, sour
     places, count = _chosen(graph, graph.expand(mask, x.shape))
     flat = graph.reshape(source, [product(source.shape)])
     values = graph.slice(flat, 0, 0, count, [count])
-    return _scatter_nd(graph, x, graph.transpose(places, [1, 0]), values, add=False)
+    return _put_rows(graph, x, graph.transpose(places, [1, 0]), values)
