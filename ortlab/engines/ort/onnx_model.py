@@ -115,11 +115,11 @@ class NodeNotLowered(Exception):
     """Raised if ORT cannot run a node.
 
     Attributes:
-        node: The node.
+        node: The node; None if it is unknown which of a segment it is.
         reason: Why ORT cannot run it.
     """
 
-    def __init__(self, node: fx.Node, reason: str) -> None:
+    def __init__(self, node: fx.Node | None, reason: str) -> None:
         super().__init__(f"{node}: {reason}")
         self.node, self.reason = node, reason
 
@@ -239,8 +239,9 @@ def _assembled(
         if value.name in offered and node.target in VIEWS:
             results.append(-1 - offered[value.name][0])
             continue
-        if value.name in offered or value.name in constants:
-            value = graph.unary("Identity", value)
+        shared = value.name in outputs and node.target not in VIEWS
+        if shared or value.name in offered or value.name in constants:
+            value = graph.copied(value)  # a result may be written to, and the other must not change
         if value.name not in outputs:
             outputs[value.name] = helper.make_tensor_value_info(
                 value.name, ONNX_TYPES[value.dtype], _named(value.shape)

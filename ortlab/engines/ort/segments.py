@@ -146,7 +146,10 @@ class OrtSegment(torch.nn.Module):
                 made = self._session([_fed(arguments[i]) for i in self.lowered.inputs.values()])
             except SessionFailed as error:
                 blamed = _blamed(self.graph, str(error))
-                self.move_to_torch(blamed.node, blamed.reason)
+                if blamed.node is None:
+                    self.move_all_to_torch(blamed.reason)
+                else:
+                    self.move_to_torch(blamed.node, blamed.reason)
                 return self.forward(*arguments)
         found = [made[i] if i >= 0 else arguments[-1 - i] for i in self.lowered.results]
         self.seconds += time.perf_counter() - started
@@ -170,8 +173,7 @@ class OrtSegment(torch.nn.Module):
         Args:
             reason: Why ORT does not run it.
         """
-        operators = [node for node in self.graph.graph.nodes if node.op == "call_function"]
-        self._divide_again({node: reason for node in operators if not is_number(node)})
+        self._divide_again(dict.fromkeys(filter(_computes, self.graph.graph.nodes), reason))
 
     def _divide_again(self, in_torch: Mapping[fx.Node, str]) -> None:
         self.divided = divide(self.graph, in_torch)
@@ -193,7 +195,7 @@ def _blamed(graph: fx.GraphModule, message: str) -> NodeNotLowered:
     for node in sorted(nodes, key=lambda node: -len(node.name)):
         if f"{node.name}/" in message:
             return NodeNotLowered(operator_of(node), reason)
-    return NodeNotLowered(nodes[0], reason)
+    return NodeNotLowered(None, reason)
 
 
 @dataclass
@@ -253,8 +255,16 @@ def divide(module: fx.GraphModule, chosen: Mapping[fx.Node, str] | None = None) 
         try:
             return _Divider(module, in_torch).divided()
         except NodeNotLowered as error:
+            if error.node is None:
+                in_torch = dict.fromkeys(filter(_computes, module.graph.nodes), error.reason)
+                continue
             named = next(node for node in module.graph.nodes if node.name == error.node.name)
             _add_alike(module, in_torch, named, error.reason)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Return True for an operator on tensors."""
+    return node.op == "call_function" and not is_number(node)
 
 
 def _add_alike(
@@ -281,7 +291,7 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
             if not isinstance(tensor, torch.Tensor):
                 continue
             node.meta.setdefault("val", tensor)
-        if node.op == "call_function" and not is_number(node):
+        if _computes(node):
             if node.target is operator.getitem:
                 known[node] = known[node.args[0]][node.args[1]]
                 continue
@@ -331,13 +341,10 @@ class _Divider:
                 found.add(node)
         return found
 
-    def _is_operator(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and not is_number(node)
-
     def _sources(self, node: fx.Node) -> Iterator[fx.Node]:
         """Iterate over the operators that a node reads, also through numbers computed from them."""
         for each in node.all_input_nodes:
-            if self._is_operator(each):
+            if _computes(each):
                 yield each
             elif each.op == "call_function":
                 yield from self._sources(each)
@@ -350,7 +357,7 @@ class _Divider:
         """Return the segment of each operator: even ones in torch, odd ones in ORT."""
         levels: dict[fx.Node, int] = {}
         last_draw = 0
-        for node in filter(self._is_operator, self._nodes):
+        for node in filter(_computes, self._nodes):
             in_torch = node in self._torch
             level = 0 if in_torch else 1
             for source in self._sources(node):
@@ -430,14 +437,14 @@ class _Divider:
             for each in by.all_input_nodes:
                 if each.op == "call_function" and is_number(each):
                     read(each, level)
-                elif self._is_operator(each) and each not in self._torch:
+                elif _computes(each) and each not in self._torch:
                     if self._is_view_of_outer(each):
                         read(each, None)
                     elif self._levels[each] != level:
                         found[each] = None
 
         for node in self._nodes:
-            if node.op == "output" or self._is_operator(node):
+            if node.op == "output" or _computes(node):
                 read(node, None if node in self._torch else self._levels.get(node))
         return found
 

@@ -83,7 +83,6 @@ def record_of(module: nn.Module) -> OrtModel:
     return record
 
 
-@functools.cache
 def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
     def deepcopied(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
         record = record_of(wrapper)

@@ -304,6 +304,20 @@ def test_saved_tensors_that_change_before_backward_are_noticed() -> None:
         loss.backward()
 
 
+def test_equal_results_do_not_share_memory() -> None:
+    """Only what shares memory in eager torch does: a view and its base."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 2
+        return h, h.clone(), x * 2, h[:], x.clone()
+
+    with torch.no_grad():
+        compiled = torch.compile(function, backend=Backend(), fullgraph=True)
+        for made in (function(torch.ones(3)), compiled(torch.ones(3))):
+            made[0].zero_()
+            assert [float(each.sum()) for each in made] == [0.0, 6.0, 6.0, 0.0, 3.0]
+
+
 # Segments
 
 
@@ -384,6 +398,17 @@ def test_an_operator_that_fails_in_a_call_runs_in_torch_from_then_on(
     pair.compare(torch.randn(4, 6))
     pair.compare(torch.randn(4, 6))
     assert set(in_torch(pair.backend)) == {"aten.tanh"}
+
+
+def test_what_ort_refuses_without_a_name_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Session, *args: Any, **kwargs: Any) -> None:
+        raise SessionFailed("no more memory")
+
+    pair = Pair(mlp())
+    monkeypatch.setattr(Session, "__init__", refuse)
+    pair.compare(torch.randn(4, 6))
+    assert set(in_torch(pair.backend).values()) == {"no more memory"}
+    assert not any(graph.division.segments for graph in pair.backend.graphs)
 
 
 def test_a_graph_without_an_operator_makes_no_session() -> None:

@@ -195,6 +195,17 @@ class OnnxGraph:
             self._made[key] = results
         return self._made[key]
 
+    def copied(self, value: Value) -> Value:
+        """Return a tensor of the same content with memory of its own.
+
+        Args:
+            value: Tensor.
+        """
+        self._count += 1
+        name = f"{value.name}/copy.{self._count}"
+        self.nodes.append(helper.make_node("Identity", [value.name], [name], name))
+        return Value(name, value.shape, value.dtype)
+
     def value(
         self,
         operator: str,
