@@ -21,6 +21,9 @@ from ortlab.settings import (
 _BEST: Final = "ortmodule"
 """Engine that "auto" is where it runs."""
 
+_ANYWHERE: Final = "ort"
+"""Engine that "auto" is where that one does not run."""
+
 Chosen = EngineSettings | FinetuneSettings
 """Settings of a wrapped model or of a run."""
 
@@ -72,9 +75,10 @@ def _engine(name: str) -> Engine:
 def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
     """Return settings whose engine is not "auto".
 
-    The engine "auto" is an ORT engine that runs on this machine with the settings, else eager
-    torch. It is the ORT engine, whose reason then is the error, if eager torch does not run with
-    them either, or if they choose options that only ORT has: a choice is never ignored in silence.
+    The engine "auto" is the first of ``ortmodule`` and ``ort`` that runs on this machine with the
+    settings, else eager torch. It is ``ortmodule``, whose reason then is the error, if eager torch
+    does not run with them either, or if they choose options that only ORT has: a choice is never
+    ignored in silence.
 
     Args:
         settings: Settings of a run or of a wrapped model.
@@ -97,10 +101,17 @@ def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
     if reason is None:
         return in_ort, f"engine auto: {_BEST} runs here with these settings", None
     model, in_torch = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
+    anywhere = cast(S, settings.replace(engine=_ANYWHERE))
+    missing_too = _engine(_ANYWHERE).unavailable()
+    # In half precision nearly all of its operators would run in torch.
+    fits = model.precision == REFERENCE[1] and not _is_for_ort(model)
+    if fits and missing_too is None and _refusal(anywhere) is None:
+        return anywhere, f"engine auto: {_ANYWHERE}, because {_BEST} cannot run: {reason}", None
     own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
     if _is_for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
         return in_ort, reason, reason
-    why = f"engine auto: {REFERENCE[0]}, because {_BEST} cannot run: {reason}"
+    name, reason = (_BEST, reason) if missing_too is None else (_ANYWHERE, missing_too)
+    why = f"engine auto: {REFERENCE[0]}, because {name} cannot run: {reason}"
     return in_torch, why, None
 
 

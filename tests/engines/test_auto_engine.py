@@ -11,6 +11,7 @@ from torch import nn
 import ortlab
 from ortlab.engines import registry
 from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.ort import session as sessions
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.registry import refusal, resolved
 from ortlab.session import session
@@ -20,10 +21,19 @@ from tests.support.needed_engines import needs
 MISSING = "onnxruntime-training is not installed"
 
 
+NO_RUNTIME = "onnxruntime is not installed: pip install onnxruntime"
+
+
 @pytest.fixture
-def no_ort(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_ortmodule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ORTModule unavailable, as on a Python that it has no wheel for."""
     monkeypatch.setattr(compat, "unavailable", lambda: MISSING)
+
+
+@pytest.fixture
+def no_ort(no_ortmodule: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make both runtimes unavailable."""
+    monkeypatch.setattr(sessions, "unavailable", lambda: NO_RUNTIME)
 
 
 @pytest.fixture
@@ -67,7 +77,16 @@ def test_it_is_eager_where_ort_does_not_support_the_settings(
 
 
 def test_it_is_eager_where_ort_is_missing(no_ort: None) -> None:
-    assert chosen() == ("eager", f"engine auto: eager, because ortmodule cannot run: {MISSING}")
+    assert chosen() == ("eager", f"engine auto: eager, because ort cannot run: {NO_RUNTIME}")
+
+
+def test_it_is_todays_onnxruntime_where_ortmodule_is_missing(no_ortmodule: None) -> None:
+    assert chosen() == ("ort", f"engine auto: ort, because ortmodule cannot run: {MISSING}")
+    name, reason = chosen(precision="bf16")
+    assert (name, reason) == (
+        "eager",
+        f"engine auto: eager, because ortmodule cannot run: {MISSING}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +113,7 @@ def test_a_model_is_wrapped_and_trained_without_ort(no_ort: None) -> None:
     assert ortlab.wrap(model) is model
     (row,) = [row for row in ortlab.models() if row.name == "a Linear"]
     assert (row.engine_asked, row.engine_used) == ("auto", "eager")
-    assert any(MISSING in remark for remark in row.remarks)
+    assert any(NO_RUNTIME in remark for remark in row.remarks)
     with pytest.raises(ValueError, match=f"has no ORT graphs; {MISSING}"):
         ortlab.graphs(model)
     ortlab.unwrap(model)
@@ -103,8 +122,25 @@ def test_a_model_is_wrapped_and_trained_without_ort(no_ort: None) -> None:
     run.result()
     assert (run.engine_asked, run.engine_used) == ("eager", "eager")
     assert run.settings.model.engine == "eager", "the name that was resolved is stored"
+    assert any(NO_RUNTIME in line for line in run.status().lines)
+    notes = [event.text for event in run.recorder.events() if event.kind == "note"]
+    assert any(NO_RUNTIME in text for text in notes)
+
+
+def test_a_model_is_wrapped_and_trained_in_todays_onnxruntime(no_ortmodule: None) -> None:
+    model = nn.Linear(2, 2)
+    wrapped = ortlab.wrap(model)
+    assert wrapped is not model
+    wrapped(torch.randn(3, 2)).sum().backward()
+    (row,) = [row for row in ortlab.models() if row.name == "a Linear"]
+    assert (row.engine_asked, row.engine_used) == ("auto", "ort")
+    assert any(MISSING in remark for remark in row.remarks)
+    ortlab.unwrap(wrapped)
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(2)]
+    run = ortlab.finetune(model, data, loss="cross_entropy")
+    run.result()
+    assert run.engine_used == "ort"
     assert any(MISSING in line for line in run.status().lines)
-    assert any(event.kind == "note" and MISSING in event.text for event in run.recorder.events())
 
 
 def test_an_ort_that_is_installed_and_cannot_be_imported(
@@ -114,10 +150,10 @@ def test_an_ort_that_is_installed_and_cannot_be_imported(
         raise compat.base.OrtUnavailable("its library is missing", "reinstall it")
 
     monkeypatch.setattr(compat, "_load", broken)
-    model = nn.Linear(2, 2)
-    assert ortlab.wrap(model) is model
+    model = ortlab.wrap(nn.Linear(2, 2))
     (row,) = [row for row in ortlab.models() if "its library" in " ".join(row.remarks)]
-    assert (row.engine_asked, row.engine_used) == ("auto", "eager")
+    assert (row.engine_asked, row.engine_used) == ("auto", "ort")
+    assert model(torch.ones(1, 2)).shape == (1, 2)
     with pytest.raises(EngineUnavailable, match="its library is missing"):
         ortlab.wrap(nn.Linear(2, 2), engine="ortmodule")
     with pytest.raises(EngineUnavailable, match="its library is missing"):

@@ -33,8 +33,7 @@ class OrtEngine:
         """See `Engine.unavailable`."""
         from ortlab.engines.ort import session  # heavy: torch and onnx
 
-        reason = session.unavailable()
-        return None if reason is None else f"engine 'ort': {reason}, or use engine='eager'"
+        return session.unavailable()
 
     def refuses(self, settings: EngineSettings, device: str) -> str | None:
         """See `Engine.refuses`."""
