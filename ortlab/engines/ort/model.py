@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from ortlab.engines.self_check import (
     nudged,
     observe,
 )
+from ortlab.engines.torchscript.isolation import inputs_kept
 from ortlab.settings import EngineSettings
 from ortlab.utils.errors import Concise
 from ortlab.utils.rng import RandomStates
@@ -63,6 +65,7 @@ class OrtModel:
 
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
         self.module, self.settings = module, settings
+        self._lock = threading.RLock()  # a check must not meet another thread's call
         self._forward = module.forward
         # Torch's cache of compiled code keeps the backend, which must not keep the model.
         remember = weakref.WeakMethod(self._remember)
@@ -101,6 +104,10 @@ class OrtModel:
             CaptureFailed: If torch cannot capture the model and fallback is off.
             SelfCheckFailed: If results differ from eager torch and fallback is off.
         """
+        with self._lock:
+            return self._checked_forward(args, kwargs)
+
+    def _checked_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fallback is not None:
             return self._run(args, kwargs)
         if not self._backend.graphs and self.settings.self_check:
@@ -178,20 +185,19 @@ class OrtModel:
             self._check_s += time.perf_counter() - started
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reference = self._observed(self._forward, args, kwargs)
+        reference = self._observed(self._eager, args, kwargs)
         right = True
         for _ in range(_MOST_MOVES):
-            self._observed(self._run, args, kwargs, compiling=True)
-            with check.recorded(self._segments()) as inputs:
-                found = self._observed(self._run, args, kwargs, compiling=True)
+            found = self._observed(self._run, args, kwargs)
             if self._fallback is not None:
                 return True
             try:
                 verdict: object = compare(reference, found, low_precision=_is_low(self.module))
             except SelfCheckFailed as error:
-                right = False
-                moves = check.mended(inputs)
-                if moves:
+                with check.recorded(self._segments()) as inputs:
+                    self._observed(self._run, args, kwargs)
+                if moves := check.mended(inputs):
+                    right = False
                     self._remarks += map(str, moves)
                     continue
                 if why := self._rounding(reference, found, args, kwargs):
@@ -210,21 +216,23 @@ class OrtModel:
         self._fallback = reason
         return False
 
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(*args, **kwargs)
+
     def _observed(
         self,
-        function: Callable[..., Any],
+        function: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        compiling: bool = False,
     ) -> Observed:
-        call = (
-            functools.partial(function, args, kwargs)
-            if compiling
-            else functools.partial(function, *args, **kwargs)
-        )
-        inputs = [each for each in tensors([args, kwargs]) if each.requires_grad and each.is_leaf]
-        return observe(call, self.module, inputs=inputs, gradients=torch.is_grad_enabled())
+        given = tensors([args, kwargs])
+        with inputs_kept(given):
+            return observe(
+                functools.partial(function, args, kwargs),
+                self.module,
+                inputs=[each for each in given if each.requires_grad],
+                gradients=torch.is_grad_enabled(),
+            )
 
     def _rounding(
         self,

@@ -172,6 +172,36 @@ def test_the_first_step_of_each_graph_is_checked_and_leaves_no_trace() -> None:
     assert "gradients within" in notes[0]
 
 
+class InPlace(nn.Module):
+    """A model that changes its input, a buffer and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("average", torch.zeros(6))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # type: ignore[operator, union-attr]
+        x.mul_(2)
+        made: Tensor = self.layer(x + self.average)
+        return made
+
+
+def test_what_forward_changes_is_changed_once() -> None:
+    wrapped, reference = pair(InPlace())
+    for rows in (4, 5, 6):
+        inputs = [torch.ones(rows, 6) for _ in range(2)]
+        for each, x in zip((wrapped, reference), inputs, strict=True):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        torch.testing.assert_close(inputs[0], inputs[1])
+        torch.testing.assert_close(wrapped.average, reference.average)
+        torch.testing.assert_close(wrapped.layer.weight.grad, reference.layer.weight.grad)  # type: ignore[union-attr]
+    assert wrapped.seen == reference.seen == 3
+
+
 @pytest.fixture
 def wrong_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower tanh to another function."""
