@@ -59,7 +59,7 @@ def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:
     assert cell.reply["status"] == "error"
     assert cell.reply["ename"] == "UsageError"
     assert [kind for kind, _ in cell.outputs if kind == "error"] == []
-    assert "did you mean 'ortmodule'?" in cell.text
+    assert "did you mean 'ort'?" in cell.text
 
 
 def test_a_cell_that_raises_shows_its_traceback_once(kernel: Kernel) -> None:

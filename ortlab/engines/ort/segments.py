@@ -17,7 +17,7 @@ from typing import Any, Final
 import sympy
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph import CodeGen
 
 from ortlab.engines.ort import draws
 from ortlab.engines.ort.lowering.graph import (
@@ -317,6 +317,17 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
     return found
 
 
+class _Emptied(CodeGen):
+    """Code of a function that takes a list of arguments and empties it, to release them early."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [each.split(":")[0].split("=")[0].strip() for each in free_vars]
+        unpacked = "".join(f"{name}, " for name in names if name != "self")
+        lines = [f"def forward(self, arguments){maybe_return_annotation}:"]
+        lines += [f"    {unpacked}= arguments"] if unpacked else []
+        return "\n".join([*lines, "    arguments.clear()"])
+
+
 class _Divider:
     """One division of a graph, with a given set of operators in torch."""
 
@@ -385,7 +396,7 @@ class _Divider:
                     self._made[node] = self._for_torch(node)
         output = self._nodes[-1]
         self._outer.node_copy(output, self._in_outer)
-        self._outer.set_codegen(_BoxedCodeGen())
+        self._outer.set_codegen(_Emptied())
         self._outer.lint()
         made = fx.GraphModule(self._root, self._outer)
         return Division(made, self._segments, self._in_torch)
