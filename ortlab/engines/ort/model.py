@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -52,6 +53,32 @@ class CaptureFailed(Concise, RuntimeError):
     """Raised when torch cannot capture a model and fallback is off."""
 
 
+@dataclass(frozen=True)
+class _Before:
+    """Random states and buffers of a model from before a call.
+
+    Attributes:
+        states: Random states.
+        buffers: Buffers, each with its content.
+    """
+
+    states: RandomStates
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Before:
+        """Return the state of a model now."""
+        kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        return cls(RandomStates.now(), kept)
+
+    def give_back(self) -> None:
+        """Restore the state."""
+        self.states.give_back()
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+
+
 class OrtModel:
     """Record of a wrapped model.
 
@@ -70,9 +97,10 @@ class OrtModel:
         # Torch's cache of compiled code keeps the backend, which must not keep the model.
         remember = weakref.WeakMethod(self._remember)
         self._backend = Backend(starting=lambda: (remember() or _nothing)())
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._before: _Before | None = None
         self._compiled = self._compile()
-        self._options = {**_LIMITS, **_CAPTURES}
+        self._options = torch._dynamo.config.patch({**_LIMITS, **_CAPTURES})
+        self._captures = True
         self._checked = 0
         self._check_s = 0.0
         self._fallback: str | None = None
@@ -112,27 +140,23 @@ class OrtModel:
             return self._run(args, kwargs)
         if not self._backend.graphs and self.settings.self_check:
             self._check(args, kwargs)  # before the call, which then starts from the same state
-        states = RandomStates.now()
-        self._before = []
+        self._before = None
         outputs = self._run(args, kwargs)
         if len(self._backend.graphs) > self._checked and self.settings.self_check:
             before, buffers = self._before, tuple(self.module.buffers())
             # The graph of these outputs may have saved buffers, which the check restores.
             with _unsafe_preserve_version_counter(buffers):
                 right = self._check(args, kwargs)
-            if not right:
-                states.give_back()
-                with torch.no_grad():
-                    for buffer, value in before:
-                        buffer.copy_(value)
+            if not right and before is not None:
+                before.give_back()
                 outputs = self._run(args, kwargs)
-        self._before = []
+        self._before = None
         return outputs
 
     def _remember(self) -> None:
-        """Keep the buffers' values from before a call that may have to be repeated."""
-        if not self._before:
-            self._before = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        """Keep the state from before a call that may have to be repeated, as it compiles."""
+        if self._before is None:
+            self._before = _Before.of(self.module)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled forward, or the model's own after a fallback."""
@@ -140,7 +164,7 @@ class OrtModel:
             return self._forward(*args, **kwargs)
         started, compiled = self._executed(), len(self._backend.graphs)
         try:
-            with torch._dynamo.config.patch(self._options):
+            with self._options:
                 outputs = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             return self._captured_otherwise(error, args, kwargs)
@@ -155,8 +179,8 @@ class OrtModel:
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Try again without Dynamo's options, whose capture has limits; else run in eager torch."""
-        if self._options != _LIMITS:
-            self._options = _LIMITS
+        if self._captures:
+            self._options, self._captures = torch._dynamo.config.patch(_LIMITS), False
             self._compiled = self._compile()
             return self._run(args, kwargs)
         reason = f"torch cannot capture it ({_first_line(error)})"
