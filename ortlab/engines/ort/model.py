@@ -36,8 +36,15 @@ from ortlab.settings import EngineSettings
 from ortlab.utils.errors import Concise
 from ortlab.utils.rng import RandomStates
 
-_LIMITS: Final[dict[str, Any]] = {"recompile_limit": 64, "allow_rnn": True}
-"""Options of Dynamo during a call: graphs of a model at most, and RNNs layer by layer."""
+_LIMITS: Final[dict[str, Any]] = {
+    "recompile_limit": 64,
+    "allow_rnn": True,
+    "use_numpy_random_stream": True,
+}
+"""Options of Dynamo during a call: graphs of a model at most, RNNs, numpy's own random numbers.
+
+Dynamo would otherwise draw the numbers of ``np.random`` from torch's generator.
+"""
 
 _CAPTURES: Final[dict[str, Any]] = {
     "capture_dynamic_output_shape_ops": True,

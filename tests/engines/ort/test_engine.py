@@ -7,6 +7,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -335,6 +336,30 @@ def test_selections_are_captured_whole() -> None:
         assert_equal(wrapped, reference, torch.randn(rows, 6))
     record: Any = wrapped_model(wrapped)
     assert {graph.phase for graph in record._backend.graphs} == {"forward", "backward"}
+
+
+class Numpy(nn.Module):
+    """A model that draws from numpy, as BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x) * torch.from_numpy(np.random.rand(4)).float()
+        return made
+
+
+def test_numbers_of_numpy_are_those_of_its_generator() -> None:
+    wrapped, reference = pair(Numpy())
+    for rows in (3, 5):
+        inputs = torch.randn(rows, 6)
+        made = []
+        for each in (wrapped, reference):
+            np.random.seed(rows)
+            made.append(each(inputs))
+        torch.testing.assert_close(*made)
+    assert report(wrapped).engine_used == "ort"
 
 
 class Broken(nn.Module):
