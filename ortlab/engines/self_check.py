@@ -442,6 +442,54 @@ def compare(reference: Observed, other: Observed, *, low_precision: bool) -> Ver
     )
 
 
+def rounding(
+    module: nn.Module,
+    call: Call,
+    reference: Observed,
+    other: Observed,
+    run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Observed],
+) -> str:
+    """Return why rounding explains the errors of a run in single precision; "" if it does not.
+
+    Both the engine and eager torch are compared with double precision, also with parameters
+    perturbed by a few rounding errors.
+
+    Args:
+        module: Module that was called.
+        call: Arguments of the call.
+        reference: Results of eager torch.
+        other: Results of the engine.
+        run: Function that calls a copy of the module in eager torch, and returns the results.
+    """
+    doubled = in_double(module, *call)
+    exact = doubled and attempted(run, *doubled)
+    if not exact:
+        return ""
+    if is_rounding(reference, other, exact):
+        return AS_CLOSE
+    moved = (attempted(run, *each) for each in nudged(module, *call))
+    if is_at_a_kink(exact, other, filter(None, moved)):
+        return "as close as eager torch with parameters changed by a few rounding errors"
+    return ""
+
+
+def attempted(run: Callable[..., Observed], *call: Any) -> Observed | None:
+    """Return the results of a run; None if it raises, as a forward that mixes types does.
+
+    Args:
+        run: Function that returns results.
+        *call: Its arguments.
+    """
+    try:
+        return run(*call)
+    except Exception:  # noqa: BLE001 - then it is no evidence
+        return None
+
+
+AS_CLOSE = "as close to eager torch in higher precision as eager torch itself"
+"""Verdict on an engine that is right although it differs from eager torch."""
+
+
 def is_rounding(reference: Observed, other: Observed, exact: Observed) -> bool:
     """Return True if rounding explains the errors of a run.
 
@@ -532,7 +580,7 @@ def _errors(
 ) -> dict[str, float]:
     """Return ||a - b|| / ||a|| of each tensor; ||a|| is at least `smallest` of the total norm."""
     apart = {
-        name: _apart(a, b) for (name, a), b in zip(reference.items(), other.values(), strict=True)
+        name: distance(a, b) for (name, a), b in zip(reference.items(), other.values(), strict=True)
     }
     floor = max(smallest * math.hypot(*(norm for _, norm in apart.values())), 1e-12)
     return {
@@ -541,12 +589,16 @@ def _errors(
     }
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     """Return ||a - b|| and ||a||; two NaN, or two equal infinities, count as equal.
 
     Tensors are processed in pieces that fit the processor's cache: all at once takes thirty times
     as long. Squares are added in single precision unless the sum overflows, which is four times as
     fast.
+
+    Args:
+        a: Reference.
+        b: Tensor to compare; if its shape or type is another, the first number is infinite.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return math.inf, 0.0

@@ -144,20 +144,7 @@ class Backend:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile a graph of Dynamo.
-
-        Args:
-            module: Graph of torch functions.
-            inputs: Example inputs.
-            options: Options of `torch.compile`; there are none.
-
-        Returns:
-            A function with the same arguments and results.
-
-        Raises:
-            ValueError: If an option is unknown.
-            EngineUnavailable: If there is no onnxruntime.
-        """
+        """See `ortlab`."""
         self.starting()
         if options:
             raise ValueError(f"backend 'ortlab' has no option {', '.join(map(repr, options))}")

@@ -17,6 +17,7 @@ from torch import fx
 
 from ortlab.engines.ort.onnx_model import NodeNotLowered, is_number, source_line
 from ortlab.engines.ort.segments import OrtSegment
+from ortlab.engines.self_check import distance
 
 _TOLERANCE: Final = 1e-4
 _NEAR: Final = 3.0
@@ -169,10 +170,6 @@ def _doubled(value: Any) -> Any:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return ||a - b|| / ||a||, where two NaN, or two equal infinities, are equal."""
-    a, b = one.double(), other.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0.0, a - b).norm()
-    if not difference:
-        return 0.0
-    return float(difference / torch.where(a.isfinite(), a, 0.0).norm().clamp(min=1e-12))
+    """Return ||a - b|| / ||a|| in double precision."""
+    difference, norm = distance(one.double(), other.double())
+    return difference / max(norm, 1e-12) if difference else 0.0

@@ -25,11 +25,8 @@ from ortlab.engines.self_check import (
     Observed,
     SelfCheckFailed,
     compare,
-    in_double,
-    is_at_a_kink,
-    is_rounding,
-    nudged,
     observe,
+    rounding,
 )
 from ortlab.engines.torchscript.isolation import inputs_kept
 from ortlab.settings import EngineSettings
@@ -231,7 +228,8 @@ class OrtModel:
                     right = False
                     self._remarks += map(str, moves)
                     continue
-                if why := self._rounding(reference, found, args, kwargs):
+                call = (args, kwargs)
+                if why := rounding(self.module, call, reference, found, self._of_copy):
                     verdict = f"{why}; {error}"
                 else:
                     return self._wrong(error)
@@ -255,46 +253,21 @@ class OrtModel:
         function: Callable[[tuple[Any, ...], dict[str, Any]], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        module: nn.Module | None = None,
     ) -> Observed:
         given = tensors([args, kwargs])
         with inputs_kept(given):
             return observe(
                 functools.partial(function, args, kwargs),
-                self.module,
+                module or self.module,
                 inputs=[each for each in given if each.requires_grad],
                 gradients=torch.is_grad_enabled(),
             )
 
-    def _rounding(
-        self,
-        reference: Observed,
-        found: Observed,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> str:
-        """Return why rounding explains a difference from eager torch; "" if it does not."""
-
-        def eager(module: nn.Module, args: Any, kwargs: Any) -> Observed | None:
-            try:
-                return observe(
-                    functools.partial(module, *args, **kwargs),
-                    module,
-                    inputs=[each for each in tensors([args, kwargs]) if each.requires_grad],
-                    gradients=torch.is_grad_enabled(),
-                )
-            except Exception:  # noqa: BLE001 - forward may mix types, which is then no evidence
-                return None
-
-        call = in_double(self.module, args, kwargs)
-        exact = call and eager(*call)
-        if not exact:
-            return ""
-        if is_rounding(reference, found, exact):
-            return "as close to eager torch in double precision as eager torch itself"
-        others = (eager(*each) for each in nudged(self.module, args, kwargs))
-        if is_at_a_kink(exact, found, filter(None, others)):
-            return "as close as eager torch with parameters changed by a few rounding errors"
-        return ""
+    def _of_copy(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Observed:
+        return self._observed(lambda args, kwargs: module(*args, **kwargs), args, kwargs, module)
 
     def _segments(self) -> list[OrtSegment]:
         return [

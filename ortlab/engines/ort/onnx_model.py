@@ -152,6 +152,23 @@ def _number(value: Any) -> Any:
     return value
 
 
+def bind_number(graph: OnnxGraph, node: fx.Node, number: sympy.Expr) -> Value:
+    """Let a node be the value of a number in a graph.
+
+    Args:
+        graph: Graph under construction.
+        node: FX node of the number.
+        number: The number as an expression.
+
+    Returns:
+        The value: of type float64 for a fraction, else int64.
+    """
+    is_fraction = isinstance(node.meta["val"], torch.SymFloat)
+    value = Value(node.name, (1,), torch.float64 if is_fraction else torch.int64)
+    graph.bind(number, value)
+    return value
+
+
 def lowered(module: fx.GraphModule) -> Lowered:
     """Lower an FX graph to an ONNX model.
 
@@ -180,9 +197,8 @@ def lowered(module: fx.GraphModule) -> Lowered:
             known[node] = number = _number(value)
             if not isinstance(number, sympy.Expr):
                 continue
-            dtype = torch.float64 if isinstance(value, torch.SymFloat) else torch.int64
-            graph.bind(number, Value(node.name, (1,), dtype))
-            info = helper.make_tensor_value_info(node.name, ONNX_TYPES[dtype], [1])
+            bound = bind_number(graph, node, number)
+            info = helper.make_tensor_value_info(node.name, ONNX_TYPES[bound.dtype], [1])
         offered[node.name] = i, info
     for symbols in (True, False):  # a symbol's own size before sizes that are computed from it
         for node in placeholders:
@@ -230,7 +246,7 @@ def _assembled(
 ) -> Lowered:
     graph.current = None
     constants = {each.name for each in graph.constants.values()}
-    outputs: dict[str, onnx.ValueInfoProto] = {}
+    outputs: dict[str, tuple[int, onnx.ValueInfoProto]] = {}
     results: list[int] = []
     for node in wanted:
         value = known[node]
@@ -243,10 +259,11 @@ def _assembled(
         if shared or value.name in offered or value.name in constants:
             value = graph.copied(value)  # a result may be written to, and the other must not change
         if value.name not in outputs:
-            outputs[value.name] = helper.make_tensor_value_info(
+            info = helper.make_tensor_value_info(
                 value.name, ONNX_TYPES[value.dtype], _named(value.shape)
             )
-        results.append(list(outputs).index(value.name))
+            outputs[value.name] = len(outputs), info
+        results.append(outputs[value.name][0])
     needed, kept = set(outputs), []
     for each in reversed(graph.nodes):
         if not needed.isdisjoint(each.output):
@@ -257,7 +274,7 @@ def _assembled(
         kept[::-1],
         "segment",
         [offered[name][1] for name in inputs],
-        list(outputs.values()),
+        [info for _, info in outputs.values()],
         [each for each in graph.constants.values() if each.name in needed],
     )
     model = helper.make_model(

@@ -31,6 +31,7 @@ from ortlab.engines.ort.lowering.graph import (
 from ortlab.engines.ort.onnx_model import (
     VIEWS,
     NodeNotLowered,
+    bind_number,
     is_number,
     lowered,
     operator_of,
@@ -231,7 +232,7 @@ class Division:
             for node, reason in part.in_torch.items():
                 if node.target in VIEWS or isinstance(node.target, draws.Draw):
                     continue
-                if not any(True for _ in tensors_in(node.meta.get("val"))):
+                if next(tensors_in(node.meta.get("val")), None) is None:
                     continue  # an assertion
                 name = str(node.target).removesuffix(".default")
                 operators = found.setdefault((name, reason), TorchOperators(name, reason))
@@ -309,9 +310,7 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
             values = known[node] if isinstance(known[node], list) else [known[node]]
             for value in values:
                 if isinstance(value, sympy.Expr):
-                    fraction = isinstance(node.meta["val"], torch.SymFloat)
-                    dtype = torch.float64 if fraction else torch.int64
-                    graph.bind(value, Value(node.name, (1,), dtype))
+                    bind_number(graph, node, value)
                 elif isinstance(value, Value):
                     graph.bind_shape(value)
     return found

@@ -63,33 +63,13 @@ def wrapped(model: nn.Module, settings: EngineSettings) -> nn.Module:
     return made
 
 
-def is_wrapped(module: object) -> bool:
-    """Return True for a result of `wrapped`.
-
-    Args:
-        module: Any object.
-    """
-    return hasattr(type(module), "_ortlab_forward")
-
-
-def record_of(module: nn.Module) -> OrtModel:
-    """Return the engine's record of a result of `wrapped`.
-
-    Args:
-        module: Result of `wrapped`.
-    """
-    record = module._ortlab
-    assert isinstance(record, OrtModel)
-    return record
-
-
 def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
-    def deepcopied(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        record = record_of(wrapper)
+    def deepcopied(wrapper: Any, memo: dict[int, Any]) -> nn.Module:
+        record: OrtModel = wrapper._ortlab
         return wrapped(copy.deepcopy(record.module, memo), record.settings)
 
-    def reduced(wrapper: nn.Module, _protocol: int = 2) -> tuple[Any, ...]:
-        record = record_of(wrapper)
+    def reduced(wrapper: Any, _protocol: int = 2) -> tuple[Any, ...]:
+        record: OrtModel = wrapper._ortlab
         return wrapped, (record.module, record.settings)
 
     members = {

@@ -36,18 +36,18 @@ from ortlab.engines.ortmodule.export_pool import (
 from ortlab.engines.ortmodule.guard import Guard
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.self_check import (
+    AS_CLOSE,
     EagerOnly,
     Observed,
     SelfCheckFailed,
     Verdict,
+    attempted,
     compare,
     depends_on_seed,
-    in_double,
-    is_at_a_kink,
     is_rounding,
-    nudged,
     observe,
     parts_of,
+    rounding,
 )
 from ortlab.engines.torch.stepper import autocast_for
 from ortlab.engines.torchscript.decisions import OtherDecision
@@ -871,34 +871,19 @@ class GraphDispatcher:
         under autocast are compared with single precision.
         """
 
-        def eager(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Observed | None:
-            try:
-                with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
-                    return _observed(
-                        functools.partial(module, *args, **kwargs),
-                        module,
-                        inputs=_differentiable(tensors([args, kwargs])),
-                        gradients=torch.is_grad_enabled(),
-                    )
-            except Exception:  # noqa: BLE001 - forward may mix types, which is then no evidence
-                return None
+        def eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+            with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
+                return _observed(
+                    functools.partial(module, *args, **kwargs),
+                    module,
+                    inputs=_differentiable(tensors([args, kwargs])),
+                    gradients=torch.is_grad_enabled(),
+                )
 
-        nearer = "as close to eager torch in higher precision as eager torch itself"
         if self.settings.precision != "fp32":
-            lowered = eager(self.module, args, kwargs)
-            return nearer if lowered and is_rounding(lowered, observed, reference) else ""
-        call = in_double(self.module, args, kwargs)
-        exact = call and eager(*call)
-        if not exact:
-            return ""
-        if is_rounding(reference, observed, exact):
-            return nearer
-        others = (eager(*each) for each in nudged(self.module, args, kwargs))
-        if is_at_a_kink(exact, observed, filter(None, others)):
-            return "as close as eager torch with parameters changed by a few rounding errors"
-        return ""
+            lowered = attempted(eager, self.module, args, kwargs)
+            return AS_CLOSE if lowered and is_rounding(lowered, observed, reference) else ""
+        return rounding(self.module, (args, kwargs), reference, observed, eager)
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
         way_out = "use engine='eager'"

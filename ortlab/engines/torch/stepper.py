@@ -547,7 +547,7 @@ class Eager(_TorchEngine):
         Raises:
             ValueError: If the precision is not fp32; the user's loop sets that by autocast.
         """
-        _refuse_precision(settings)
+        refuse_precision(settings)
         return model
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -564,7 +564,7 @@ class Eager(_TorchEngine):
         stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`."""
-        return _stepper(self, model, loss, settings, processes, stepper)
+        return stepper_for(self, model, loss, settings, processes, stepper)
 
 
 class Compile(_TorchEngine):
@@ -595,7 +595,7 @@ class Compile(_TorchEngine):
         Raises:
             ValueError: If the precision is not fp32; the user's loop sets that by autocast.
         """
-        _refuse_precision(settings)
+        refuse_precision(settings)
         return _compiled(model)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -614,7 +614,7 @@ class Compile(_TorchEngine):
     ) -> TorchStepper:
         """See `Engine.prepare`."""
         compiled = model if hasattr(model, "_orig_mod") else _compiled(model)
-        return _stepper(self, compiled, loss, settings, processes, stepper)
+        return stepper_for(self, compiled, loss, settings, processes, stepper)
 
 
 def _compiled(model: nn.Module) -> nn.Module:
@@ -622,8 +622,15 @@ def _compiled(model: nn.Module) -> nn.Module:
     return compiled
 
 
-def _refuse_precision(settings: EngineSettings) -> None:
-    """Raise for a precision other than fp32: a wrapped model runs in the user's own loop."""
+def refuse_precision(settings: EngineSettings) -> None:
+    """Raise for a precision other than fp32: a wrapped model runs in the user's own loop.
+
+    Args:
+        settings: Settings of the wrapped model.
+
+    Raises:
+        ValueError: If the precision is not fp32.
+    """
     if settings.precision != "fp32":
         raise ValueError(
             f"precision={settings.precision!r} of engine {settings.engine!r} applies only to runs "
@@ -660,15 +667,30 @@ def _tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _stepper(
+def stepper_for(
     engine: Eager | Compile,
     module: nn.Module,
     loss: LossFunction | None,
     settings: FinetuneSettings,
     processes: Processes,
     stepper: type[TorchStepper],
+    *,
+    report: Callable[[], Report] | None = None,
 ) -> TorchStepper:
-    """Return a stepper that trains `module`, which `engine` has wrapped."""
+    """Return a stepper that trains a module under autocast.
+
+    Args:
+        engine: Engine that has wrapped the module.
+        module: The wrapped module.
+        loss: Loss function, or None if the module returns its own loss.
+        settings: Settings of the run.
+        processes: Factory of the process group.
+        stepper: Class of the stepper.
+        report: Function that returns the engine's report; by default it names the engine alone.
+
+    Raises:
+        ValueError: If torch cannot compute in the precision of the settings on their device.
+    """
     if (
         reason := refuses_precision(settings.model.precision, settings.parallel.device)
     ) is not None:
@@ -683,7 +705,7 @@ def _stepper(
         settings,
         owner=engine.unwrap(module),
         device=device,
-        report=functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
+        report=report or functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
         autocast=functools.partial(autocast_for, settings.model.precision, device),
         processes=processes,
     )

@@ -17,7 +17,6 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort import check
 from ortlab.engines.ort.lowering import graph as lowering
-from ortlab.engines.ort.lowering import products
 from ortlab.engines.ort.model import CaptureFailed
 from ortlab.engines.self_check import SelfCheckFailed
 from tests.support.worker_runs import losses as losses_of
@@ -126,7 +125,7 @@ def test_copies_and_pickles_are_wrapped() -> None:
 
 
 def test_a_library_may_replace_forward_and_put_it_back() -> None:
-    """As accelerate does."""
+    """Replace ``forward`` as accelerate does when it prepares a model, and restore it."""
     model = Net()
     wrapped, _ = pair(model)
     before = wrapped.forward
@@ -246,7 +245,6 @@ def test_what_orts_optimizer_makes_wrong_runs_without_it(monkeypatch: pytest.Mon
         shape = lowering.result(node).shape
         return graph.value("MatMul", matrix, vector, shape=shape, dtype=matrix.dtype)
 
-    assert products
     monkeypatch.setitem(lowering.RULES, aten.mv.default, by_matmul)
     wrapped, reference = pair(ByVector())
     assert_equal(wrapped, reference, torch.randn(2, 6))

@@ -622,7 +622,7 @@ def test_equal_indices_are_all_added_with_several_threads(name: str) -> None:
     """ORT's ScatterND adds in several threads at once, and loses some: 1 of 5 runs is wrong."""
     function, shape, rows, high = ADDED[name]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(shape, generator=generator).double().float().requires_grad_()
+    x = torch.randn(shape, generator=generator, requires_grad=True)
     at = torch.randint(0, high, rows, generator=generator)
     with threads(4):
         torch._dynamo.reset()

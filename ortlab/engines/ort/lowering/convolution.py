@@ -108,9 +108,8 @@ def _convolution_backward(
 
 def _cut(graph: OnnxGraph, x: Value, shape: Sequence[Size]) -> Value:
     """Return the first elements of the spatial dimensions."""
-    axes = list(range(2, len(shape)))
-    inputs = (graph.sizes(each) for each in ([0] * len(axes), shape[2:], axes))
-    return graph.value("Slice", x, *inputs, shape=shape, dtype=x.dtype)
+    dims = range(2, len(shape))
+    return graph.slice(x, dims, [0] * len(dims), shape[2:], shape)
 
 
 def _of_weight(

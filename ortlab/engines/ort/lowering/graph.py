@@ -505,18 +505,23 @@ class OnnxGraph:
         )
 
     def slice(
-        self, value: Value, dim: int, start: Number, end: Number, shape: Sequence[Size]
+        self,
+        value: Value,
+        dims: Sequence[int],
+        starts: Sequence[Number],
+        ends: Sequence[Number],
+        shape: Sequence[Size],
     ) -> Value:
-        """Return a range of one dimension.
+        """Return a range of some dimensions.
 
         Args:
             value: Tensor.
-            dim: Dimension.
-            start: First index.
-            end: Index after the last.
+            dims: Dimensions.
+            starts: First index in each of them.
+            ends: Index after the last.
             shape: Sizes of the result.
         """
-        inputs = (self.sizes([number]) for number in (start, end, dim))
+        inputs = (self.sizes(each) for each in (starts, ends, dims))
         return self.value("Slice", value, *inputs, shape=shape, dtype=value.dtype)
 
 

@@ -92,9 +92,7 @@ def _scatter_elements(
     if not isinstance(source, Value):
         source = graph.full(at.shape, source, x.dtype)
     elif source.shape != at.shape:
-        axes = list(range(at.rank))
-        inputs = (graph.sizes(each) for each in ([0] * at.rank, at.shape, axes))
-        source = graph.value("Slice", source, *inputs, shape=at.shape, dtype=source.dtype)
+        source = graph.slice(source, range(at.rank), [0] * at.rank, at.shape, at.shape)
     return graph.value(
         "ScatterElements",
         x,
@@ -289,5 +287,5 @@ def _masked_scatter(graph: OnnxGraph, node: fx.Node, x: Value, mask: Value, sour
     """Lower masked_scatter to NonZero, ScatterND of as many elements of the source."""
     places, count = _chosen(graph, graph.expand(mask, x.shape))
     flat = graph.reshape(source, [product(source.shape)])
-    values = graph.slice(flat, 0, 0, count, [count])
+    values = graph.slice(flat, [0], [0], [count], [count])
     return _put_rows(graph, x, graph.transpose(places, [1, 0]), values)

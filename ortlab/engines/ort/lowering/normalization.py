@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -308,7 +307,7 @@ def _group_norm(
     epsilon: float,
 ) -> Results:
     """Lower native_group_norm to its formula over [rows, groups, the rest]."""
-    shape = _shape(rows, groups, product([channels // groups, positions]))
+    shape = (rows, groups, product([channels // groups, positions]))
     grouped = graph.reshape(x, shape)
     mean = graph.reduce("ReduceMean", grouped, [2], keep=True)
     apart = graph.binary("Sub", grouped, mean)
@@ -319,7 +318,7 @@ def _group_norm(
         y = _times(graph, y, _per_channel(graph, weight, x.rank))
     if bias is not None:
         y = graph.binary("Add", y, _per_channel(graph, bias, x.rank))
-    flat = _shape(rows, groups)
+    flat = (rows, groups)
     return [y, graph.reshape(mean, flat), graph.reshape(inverse, flat)]
 
 
@@ -339,8 +338,8 @@ def _group_norm_backward(
     wanted: list[bool],
 ) -> Results:
     """Lower native_group_norm_backward to its formula over [rows, groups, channels, positions]."""
-    shape = _shape(rows, groups, channels // groups, positions)
-    per_group = _shape(rows, groups, 1, 1)
+    shape = (rows, groups, channels // groups, positions)
+    per_group = (rows, groups, 1, 1)
     mean, inverse = graph.reshape(mean, per_group), graph.reshape(inverse, per_group)
     grouped = graph.reshape(gradient, shape)
     scaled = _times(graph, graph.binary("Sub", graph.reshape(x, shape), mean), inverse)
@@ -348,7 +347,7 @@ def _group_norm_backward(
     if wanted[0]:
         weighted = grouped
         if weight is not None:
-            per_channel = graph.reshape(weight, _shape(1, groups, channels // groups, 1))
+            per_channel = graph.reshape(weight, (1, groups, channels // groups, 1))
             weighted = _times(graph, grouped, per_channel)
         centered = _times(graph, _centered(graph, weighted, scaled, [2, 3]), inverse)
         found[0] = graph.reshape(centered, x.shape)
@@ -358,10 +357,6 @@ def _group_norm_backward(
     if wanted[2]:
         found[2] = graph.reshape(graph.reduce("ReduceSum", grouped, [0, 3]), [channels])
     return found
-
-
-def _shape(*sizes: Size) -> Sequence[Size]:
-    return sizes
 
 
 # Weight normalization

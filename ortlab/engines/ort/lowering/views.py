@@ -295,9 +295,9 @@ def _replaced(graph: OnnxGraph, x: Value, source: Value, dim: int, first: Size) 
     rest = size_of(x.shape[dim] - last)
     parts = [source]
     if first != 0:
-        parts.insert(0, graph.slice(x, dim, 0, first, _set(x.shape, dim, first)))
+        parts.insert(0, graph.slice(x, [dim], [0], [first], _set(x.shape, dim, first)))
     if rest != 0:
-        parts.append(graph.slice(x, dim, last, END, _set(x.shape, dim, rest)))
+        parts.append(graph.slice(x, [dim], [last], [END], _set(x.shape, dim, rest)))
     if len(parts) == 1:
         return source
     return graph.value("Concat", *parts, shape=x.shape, dtype=x.dtype, axis=dim)
