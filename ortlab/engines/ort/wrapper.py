@@ -6,7 +6,6 @@ that parameters, submodules, hooks and attributes are the model's own, in both d
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -64,10 +63,6 @@ def wrapped(model: nn.Module, settings: EngineSettings) -> nn.Module:
 
 
 def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
-    def deepcopied(wrapper: Any, memo: dict[int, Any]) -> nn.Module:
-        record: OrtModel = wrapper._ortlab
-        return wrapped(copy.deepcopy(record.module, memo), record.settings)
-
     def reduced(wrapper: Any, _protocol: int = 2) -> tuple[Any, ...]:
         record: OrtModel = wrapper._ortlab
         return wrapped, (record.module, record.settings)
@@ -77,8 +72,7 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "__deepcopy__": deepcopied,
-        "__reduce_ex__": reduced,
+        "__reduce_ex__": reduced,  # which copy.deepcopy calls, too
         "forward": _Forward(kind.forward),
     }
     metaclass: Any = type(kind)

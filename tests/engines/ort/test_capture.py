@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import Session, SessionFailed
 from tests.support import tiny
 from tests.support.captured import in_torch
@@ -350,6 +351,25 @@ def test_operators_without_a_rule_run_in_torch_and_are_named_with_their_lines() 
     assert len(forward.segments) == 3
 
 
+class Turned(nn.Module):
+    """Operators in torch around a view that is one of the strides of the capture only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.special.erfcx(self.layer(x).transpose(1, 2))
+        made: Tensor = torch.special.erfcx(turned.transpose(1, 2).view(x.shape[0], -1))
+        return made
+
+
+def test_a_view_in_torch_of_a_result_with_other_strides() -> None:
+    pair = Pair(Turned())
+    for rows in (4, 7):
+        pair.compare(torch.randn(rows, 5, 6))
+
+
 def test_half_precision_runs_in_torch() -> None:
     pair = Pair(mlp())
     inputs = torch.randn(5, 6)
@@ -416,6 +436,12 @@ def test_a_graph_without_an_operator_makes_no_session() -> None:
     compiled = torch.compile(lambda x: x.detach().view(2, 3), backend=backend)
     x = torch.randn(6)
     torch.testing.assert_close(compiled(x), x.view(2, 3))
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    result = graph.call_function(torch.ops.aten.detach.default, (given,))
+    given.meta["val"] = result.meta["val"] = x
+    graph.output([result])
+    assert OrtSegment(fx.GraphModule({}, graph))(x) == [x]
 
 
 # Bad input
@@ -444,6 +470,18 @@ def test_an_old_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sessions.unavailable() == (
         "onnxruntime 1.16.3 is older than 1.19: pip install --upgrade onnxruntime"
     )
+
+
+def test_the_runtime_is_imported_without_ortmodule() -> None:
+    """Its import would take seconds with DeepSpeed, and replace functions of torch."""
+    code = (
+        "import sys, torch\n"
+        "from ortlab.engines.ort import session\n"
+        "assert session.unavailable() is None\n"
+        "print('onnxruntime.training.ortmodule' in sys.modules, torch.manual_seed.__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "torch.random"]
 
 
 def test_torch_finds_the_backend_without_an_import() -> None:

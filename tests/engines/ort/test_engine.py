@@ -16,9 +16,12 @@ from torch.nn import functional
 import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort import check
+from ortlab.engines.ort import model as ort_model
 from ortlab.engines.ort.lowering import graph as lowering
 from ortlab.engines.ort.model import CaptureFailed
+from ortlab.engines.registry import engine
 from ortlab.engines.self_check import SelfCheckFailed
+from ortlab.settings import EngineSettings
 from tests.support.worker_runs import losses as losses_of
 
 aten = torch.ops.aten
@@ -138,7 +141,10 @@ def test_a_library_may_replace_forward_and_put_it_back() -> None:
     assert wrapped(torch.randn(2, 6)).abs().sum() > 0
 
 
-def test_models_of_one_class_do_not_share_a_limit_of_graphs() -> None:
+def test_models_of_one_class_do_not_share_a_limit_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ort_model._LIMITS, "recompile_limit", 4)
     models = [pair(nn.Sequential(nn.Linear(6, 4 + i)))[0] for i in range(12)]
     for model in models:
         for rows in (3, 5):
@@ -147,8 +153,11 @@ def test_models_of_one_class_do_not_share_a_limit_of_graphs() -> None:
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
+    settings = EngineSettings(engine="ort")
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        ortlab.wrap(nn.ReLU(), engine="ort")
+        engine("ort").wrap(nn.ReLU(), settings)
+    with pytest.raises(ValueError, match="precision='bf16' of engine 'ort' applies only to runs"):
+        engine("ort").wrap(nn.Linear(2, 2), settings.replace(precision="bf16"))
 
 
 # The check
@@ -333,7 +342,8 @@ def test_selections_are_captured_whole() -> None:
     for rows in (6, 8, 9):
         assert_equal(wrapped, reference, torch.randn(rows, 6))
     record: Any = wrapped_model(wrapped)
-    assert {graph.phase for graph in record._backend.graphs} == {"forward", "backward"}
+    # One graph of the first size and one of all sizes: a break would double them.
+    assert [graph.phase for graph in record._backend.graphs] == ["forward", "backward"] * 2
 
 
 class Numpy(nn.Module):
@@ -403,18 +413,18 @@ def test_a_failed_capture_falls_back_or_is_an_error(monkeypatch: pytest.MonkeyPa
 def test_a_run_trains_as_in_eager_torch() -> None:
     data = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(12)]
     found = {}
-    for engine in ("eager", "ort"):
+    for name in ("eager", "ort"):
         torch.manual_seed(5)
         run = ortlab.finetune(
             Net(),
             data,
             loss="cross_entropy",
-            engine=engine,
+            engine=name,
             device="cpu",
             seed=1,
             max_steps=12,
         )
         run.result(timeout=300)
-        found[engine] = list(losses_of(run))
+        found[name] = list(losses_of(run))
     assert len(found["ort"]) == 12
     assert found["ort"] == pytest.approx(found["eager"], rel=1e-4)
