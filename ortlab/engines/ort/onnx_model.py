@@ -99,14 +99,14 @@ class Lowered:
 
     Attributes:
         model: The model.
-        inputs: Names of its inputs, each with the number of the FX placeholder.
+        inputs: Names of its inputs, each with the number of the FX placeholder, and the order of
+            its dimensions in memory where that is another.
         outputs: Names of its outputs.
-        results: For each FX output, the number of the model's output or, negative, -1 minus the
-            number of the placeholder that it is.
+        results: For each FX output, the number of the model's output.
     """
 
     model: onnx.ModelProto
-    inputs: dict[str, int]
+    inputs: dict[str, tuple[int, list[int] | None]]
     outputs: list[str]
     results: list[int]
 
@@ -186,12 +186,20 @@ def lowered(module: fx.GraphModule) -> Lowered:
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     offered: dict[str, tuple[int, onnx.ValueInfoProto]] = {}
+    reads: list[Value] = []
+    orders: dict[str, list[int]] = {}
     for i, node in enumerate(placeholders):
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
-            known[node] = values_of(node, iter([node.name]))
+            known[node] = read = values_of(node, iter([node.name]))
+            order = _order_in_memory(value)
+            if order != sorted(order):
+                orders[node.name] = order
+                read = Value(read.name, tuple(read.shape[i] for i in order), read.dtype)
+                known[node] = graph.transpose(read, [order.index(i) for i in range(read.rank)])
+            reads.append(read)
             info = helper.make_tensor_value_info(
-                node.name, ONNX_TYPES[value.dtype], _named(known[node].shape)
+                node.name, ONNX_TYPES[value.dtype], _named(read.shape)
             )
         else:
             known[node] = number = _number(value)
@@ -201,9 +209,8 @@ def lowered(module: fx.GraphModule) -> Lowered:
             info = helper.make_tensor_value_info(node.name, ONNX_TYPES[bound.dtype], [1])
         offered[node.name] = i, info
     for symbols in (True, False):  # a symbol's own size before sizes that are computed from it
-        for node in placeholders:
-            if isinstance(known[node], Value):
-                _bind(graph, known[node], symbols=symbols)
+        for read in reads:
+            _bind(graph, read, symbols=symbols)
     for node in nodes:
         if node.op == "get_attr":
             tensor = getattr(module, str(node.target)).detach()
@@ -211,7 +218,27 @@ def lowered(module: fx.GraphModule) -> Lowered:
         elif node.op == "call_function":
             known[node] = _lowered_node(graph, node, known)
     (output,) = (node for node in nodes if node.op == "output")
-    return _assembled(graph, output.args[0], known, offered)
+    return _assembled(graph, output.args[0], known, offered, orders)
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of a tensor from the longest stride to the shortest.
+
+    A saved tensor is often a transposed view: read in the order of its memory, it is not copied.
+    """
+    strides = [hint(stride) for stride in tensor.stride()]
+    if 0 in strides:
+        return list(range(tensor.dim()))
+    return sorted(range(tensor.dim()), key=lambda i: -strides[i])
+
+
+def hint(size: Any) -> int:
+    """Return a size in the call that is being compiled; 1 where that is unknown.
+
+    Args:
+        size: Integer or SymInt.
+    """
+    return (size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 def _bind(graph: OnnxGraph, value: Value, *, symbols: bool) -> None:
@@ -243,6 +270,7 @@ def _assembled(
     wanted: Sequence[fx.Node],
     known: Mapping[fx.Node, Any],
     offered: Mapping[str, tuple[int, onnx.ValueInfoProto]],
+    orders: Mapping[str, list[int]],
 ) -> Lowered:
     graph.current = None
     constants = {each.name for each in graph.constants.values()}
@@ -252,9 +280,6 @@ def _assembled(
         value = known[node]
         if value is None:
             raise NodeNotLowered(operator_of(node), "its rule leaves out a result")
-        if value.name in offered and node.target in VIEWS:
-            results.append(-1 - offered[value.name][0])
-            continue
         shared = value.name in outputs and node.target not in VIEWS
         if shared or value.name in offered or value.name in constants:
             value = graph.copied(value)  # a result may be written to, and the other must not change
@@ -269,7 +294,7 @@ def _assembled(
         if not needed.isdisjoint(each.output):
             kept.append(each)
             needed.update(each.input)
-    inputs = {name: i for name, (i, _) in offered.items() if name in needed}
+    inputs = {name: (i, orders.get(name)) for name, (i, _) in offered.items() if name in needed}
     made_graph = helper.make_graph(
         kept[::-1],
         "segment",

@@ -7,6 +7,7 @@ as small as the graph permits.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import defaultdict
@@ -32,6 +33,7 @@ from ortlab.engines.ort.onnx_model import (
     VIEWS,
     NodeNotLowered,
     bind_number,
+    hint,
     is_number,
     lowered,
     operator_of,
@@ -50,6 +52,31 @@ FASTER_IN_TORCH: Final = {
     aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one"
 }
 """Operators that ORT could run, with the reason why torch does."""
+
+_LARGE_CONVOLUTION: Final = 5_000_000
+"""Products from which on torch runs a convolution.
+
+ResNet-18 of 32 x 32 pixels on two cores took 2.3 times as long with its convolutions in ORT, which
+lays out the windows anew for each image. Small ones do not make up for another segment.
+"""
+
+
+def _faster_in_torch(node: fx.Node) -> str | None:
+    """Return why torch runs a node although there is a rule for it; None if it does not."""
+    given: tuple[Any, ...] = node.args
+    if node.target is aten.convolution.default:
+        (x, weight), y, transposed = given[:2], node, given[6]
+    elif node.target is aten.convolution_backward.default:
+        (y, x, weight), transposed = given[:3], given[7]
+    else:
+        return None
+    kernel, places = (
+        [hint(size) for size in each.meta["val"].shape] for each in (weight, x if transposed else y)
+    )
+    positions = math.prod(places) // max(1, places[1])  # where the kernel is applied
+    if math.prod(kernel[2:]) == 1 or positions * math.prod(kernel) < _LARGE_CONVOLUTION:
+        return None
+    return "a large convolution, for which torch has faster kernels"
 
 
 @dataclass
@@ -110,6 +137,7 @@ class OrtSegment(torch.nn.Module):
         super().__init__()
         self.graph = graph
         self.lowered = lowered(graph)
+        self._reads = list(self.lowered.inputs.values())
         self.seconds, self.calls = 0.0, 0
         self.divided: Division | None = None
         self._session: Session | None = None
@@ -144,7 +172,7 @@ class OrtSegment(torch.nn.Module):
         made: list[torch.Tensor] = []
         if self._session is not None:
             try:
-                made = self._session([_fed(arguments[i]) for i in self.lowered.inputs.values()])
+                made = self._session([_fed(arguments[i], order) for i, order in self._reads])
             except SessionFailed as error:
                 blamed = _blamed(self.graph, str(error))
                 if blamed.node is None:
@@ -152,7 +180,7 @@ class OrtSegment(torch.nn.Module):
                 else:
                     self.move_to_torch(blamed.node, blamed.reason)
                 return self.forward(*arguments)
-        found = [made[i] if i >= 0 else arguments[-1 - i] for i in self.lowered.results]
+        found = [made[i] for i in self.lowered.results]
         self.seconds += time.perf_counter() - started
         self.calls += 1
         return found
@@ -181,12 +209,12 @@ class OrtSegment(torch.nn.Module):
         self._session = None
 
 
-def _fed(value: Any) -> torch.Tensor:
+def _fed(value: Any, order: list[int] | None) -> torch.Tensor:
     """Return an argument as ORT reads it: a contiguous tensor without a gradient."""
     if not isinstance(value, torch.Tensor):
         return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
     tensor: torch.Tensor = value.detach() if value.requires_grad else value
-    return tensor.contiguous()
+    return (tensor if order is None else tensor.permute(order)).contiguous()
 
 
 def _blamed(graph: fx.GraphModule, message: str) -> NodeNotLowered:
@@ -296,7 +324,7 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
             if node.target is operator.getitem:
                 known[node] = known[node.args[0]][node.args[1]]
                 continue
-            reason = _unfit(node)
+            reason = _unfit(node) or _faster_in_torch(node)
             if reason is None and node.target in RULES:
                 try:
                     known[node] = lower(graph, node, known)
@@ -429,28 +457,21 @@ class _Divider:
                 made.args = (copied, *made.args[1:])
         return made
 
-    def _is_view_of_outer(self, node: fx.Node) -> bool:
-        """Return True for a view of an input or of a result of torch: the outer graph makes it."""
-        while node.target in VIEWS:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            if source.op in ("placeholder", "get_attr") or source in self._torch:
-                return True
-            node = source
-        return False
-
     def _exported(self) -> dict[fx.Node, None]:
-        """Return the results of ORT segments that something outside of their segment reads."""
+        """Return the results of ORT segments that something outside of their segment reads.
+
+        Of a view, that is what it is a view of: whoever reads the view makes it, without a copy.
+        """
         found: dict[fx.Node, None] = {}
 
         def read(by: fx.Node, level: int | None) -> None:
             for each in by.all_input_nodes:
                 if each.op == "call_function" and is_number(each):
                     read(each, level)
-                elif _computes(each) and each not in self._torch:
-                    if self._is_view_of_outer(each):
-                        read(each, None)
-                    elif self._levels[each] != level:
+                elif _computes(each) and each not in self._torch and self._levels[each] != level:
+                    if each.target in VIEWS:
+                        read(each, level)
+                    else:
                         found[each] = None
 
         for node in self._nodes:
@@ -472,7 +493,11 @@ class _Divider:
                 return made[node]
             if node.op == "get_attr":
                 setattr(root, str(node.target), getattr(self._module, str(node.target)))
-            elif node not in mine and not any(source in mine for source in self._sizes_of(node)):
+            elif not (
+                node in mine
+                or (node.target in VIEWS and node not in self._torch)
+                or any(source in mine for source in self._sizes_of(node))
+            ):
                 arguments.append(self._in_outer(node))
                 with inner.inserting_before(_after_placeholders(inner)):
                     made[node] = inner.placeholder(node.name)

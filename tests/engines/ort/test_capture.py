@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ort.capture import Backend
-from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import Session, SessionFailed
 from tests.support import tiny
 from tests.support.captured import in_torch
@@ -431,17 +431,49 @@ def test_what_ort_refuses_without_a_name_runs_in_torch(monkeypatch: pytest.Monke
     assert not any(graph.division.segments for graph in pair.backend.graphs)
 
 
-def test_a_graph_without_an_operator_makes_no_session() -> None:
+def test_a_graph_of_views_makes_no_session() -> None:
     backend = Backend()
     compiled = torch.compile(lambda x: x.detach().view(2, 3), backend=backend)
     x = torch.randn(6)
     torch.testing.assert_close(compiled(x), x.view(2, 3))
-    graph = fx.Graph()
-    given = graph.placeholder("x")
-    result = graph.call_function(torch.ops.aten.detach.default, (given,))
-    given.meta["val"] = result.meta["val"] = x
-    graph.output([result])
-    assert OrtSegment(fx.GraphModule({}, graph))(x) == [x]
+    assert [graph.division.segments for graph in backend.graphs] in ([], [[]])
+
+
+def onnx_operators(backend: Backend) -> Counter[str]:
+    """Return the ONNX operators of all segments, with their numbers."""
+    return Counter(
+        node.op_type
+        for graph in backend.graphs
+        for segment in graph.division.segments
+        for node in segment.lowered.model.graph.node
+    )
+
+
+def test_views_between_forward_and_backward_are_not_copied() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.inner(x))
+            return torch.bmm(y, y.transpose(1, 2))
+
+    pair = Pair(Square())
+    for rows in (3, 4):
+        pair.compare(torch.randn(rows, 4, 5, requires_grad=True))
+        made = onnx_operators(pair.backend)["Transpose"]
+        assert made == len(pair.backend.graphs) // 2  # of a gradient: that of the second operand
+
+
+def test_torch_runs_large_convolutions_and_ort_small_ones() -> None:
+    small = Pair(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
+    small.compare(torch.randn(2, 3, 8, 8, requires_grad=True))
+    assert not in_torch(small.backend)
+    large = Pair(nn.Sequential(nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU()))
+    large.compare(torch.randn(8, 3, 32, 32, requires_grad=True))
+    assert set(in_torch(large.backend)) == {"aten.convolution", "aten.convolution_backward"}
+    assert onnx_operators(large.backend)["Relu"] == 1
 
 
 # Bad input

@@ -41,11 +41,11 @@ def _gelu_backward(
         return graph.binary("Mul", one, other)
 
     if approximate == "none":
-        scaled = times(x, 1 / math.sqrt(2))
-        cdf = times(graph.binary("Add", graph.unary("Erf", scaled), 1.0), 0.5)
-        density = graph.unary("Exp", graph.unary("Neg", times(scaled, scaled)))
-        pdf = times(times(scaled, 1 / math.sqrt(math.pi)), density)
-        return times(gradient, graph.binary("Add", cdf, pdf))
+        # Halves and signs are in the constants: each operator is a pass over the memory.
+        cdf = graph.binary("Add", graph.unary("Erf", times(x, 1 / math.sqrt(2))), 1.0)
+        density = graph.unary("Exp", times(x, times(x, -0.5)))
+        pdf = times(times(x, 2 / math.sqrt(2 * math.pi)), density)
+        return times(times(gradient, 0.5), graph.binary("Add", cdf, pdf))
     square = times(x, x)
     inner = times(graph.binary("Add", times(square, _CUBIC), 1.0), times(x, _TANH_FORM))
     tanh = graph.unary("Tanh", inner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -87,12 +87,14 @@ class Value:
         shape: Sizes.
         dtype: Type of the elements.
         transposed: For the result of a Transpose, its input and the permutation.
+        merged: For the result of a Reshape that merges the first two of four dimensions, its input.
     """
 
     name: str
     shape: tuple[Size, ...]
     dtype: torch.dtype
     transposed: tuple[Value, tuple[int, ...]] | None = None
+    merged: Value | None = None
 
     @property
     def rank(self) -> int:
@@ -383,7 +385,9 @@ class OnnxGraph:
         else:
             target = self.sizes(shape)
         # allowzero: a size of 0 is meant as such.
-        return self.value("Reshape", value, target, shape=shape, dtype=value.dtype, allowzero=1)
+        made = self.value("Reshape", value, target, shape=shape, dtype=value.dtype, allowzero=1)
+        merges = len(shape) == 3 and value.rank == 4 and shape[1:] == value.shape[2:]
+        return replace(made, merged=value) if merges else made
 
     def transpose(self, value: Value, order: Sequence[int]) -> Value:
         """Permute the dimensions of a tensor.
@@ -393,6 +397,9 @@ class OnnxGraph:
             order: Dimension of `value` for each dimension of the result.
         """
         order = tuple(i % value.rank for i in order)
+        if value.transposed is not None:
+            value, first = value.transposed
+            order = tuple(first[i] for i in order)
         if order == tuple(range(value.rank)):
             return value
         shape = tuple(value.shape[i] for i in order)
@@ -625,7 +632,7 @@ def _as_torch_has_it(made: Any, meant: Any) -> Any:
     ]
     assert made.dtype is meant.dtype, f"{made} in place of {meant.dtype}"
     assert all(known), f"{made} in place of {shape}"
-    return Value(made.name, shape, made.dtype, made.transposed)
+    return replace(made, shape=shape)
 
 
 DEFECT: Final = "its rule failed"

@@ -21,12 +21,19 @@ from ortlab.engines.ort.lowering.graph import (
 aten = torch.ops.aten
 
 
-def _operand(x: Value) -> tuple[Value, int]:
-    """Return a matrix, or one whose transpose it is, and whether it is to be transposed."""
-    swapped = (*range(x.rank - 2), x.rank - 1, x.rank - 2)
-    if x.transposed is not None and x.transposed[1] == swapped:
-        return x.transposed[0], 1
-    return x, 0
+def _operand(graph: OnnxGraph, x: Value) -> tuple[Value, int]:
+    """Return a matrix, or one whose transpose it is, and whether it is to be transposed.
+
+    Where the matrix has to be laid out anew, whole rows are moved rather than single elements.
+    """
+    inner = x.merged or x
+    if inner.transposed is None:
+        return x, 0
+    source, order = inner.transposed
+    if order[-2] != source.rank - 1:
+        return x, 0
+    turned = graph.transpose(source, (*order[:-2], order[-1], order[-2]))
+    return graph.reshape(turned, (*x.shape[:-2], x.shape[-1], x.shape[-2])), 1
 
 
 @lowers(aten.mm.default)
@@ -63,7 +70,7 @@ def _gemm(
     beta: Number = 1,
     alpha: Number = 1,
 ) -> Value:
-    (left, turn_left), (right, turn_right) = _operand(one), _operand(other)
+    (left, turn_left), (right, turn_right) = _operand(graph, one), _operand(graph, other)
     return graph.value(
         "Gemm",
         left,
@@ -105,7 +112,7 @@ def _baddbmm(
 def _matmul(graph: OnnxGraph, node: fx.Node, one: Value, other: Value, alpha: Number) -> Value:
     made = result(node)
     if one.dtype is torch.float32:
-        (left, turn_left), (right, turn_right) = _operand(one), _operand(other)
+        (left, turn_left), (right, turn_right) = _operand(graph, one), _operand(graph, other)
         if turn_left or turn_right or alpha != 1:
             return graph.value(
                 "FusedMatMul",
