@@ -97,7 +97,8 @@ def wrap(model: nn.Module, **settings: Unpack[EngineKeywords]) -> nn.Module:
     Args:
         model: The model to wrap. It needs a parameter that requires a gradient.
         **settings: Settings of `ortlab.settings.EngineSettings`, such as ``engine="compile"``; the
-            default engine, ``"auto"``, is ORTModule where it runs, else eager torch.
+            default engine, ``"auto"``, is ``"ortmodule"`` where that runs, ``"ort"`` where it does
+            not or refuses the model, else eager torch.
 
     Returns:
         The wrapper. With ``engine="eager"`` it is the model itself.

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import ortlab
+from ortlab import torch_ort
+from ortlab.engines.base import Report, wrapped_model
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.torch_ort import DebugOptions, LogLevel, ORTModule, load_from_json, set_seed
 from tests.support.needed_engines import needs
@@ -111,6 +113,7 @@ if __name__ == '__main__':
     main()
 """
 OURS = "from ortlab.torch_ort import ORTModule, DebugOptions, LogLevel"
+WITHOUT_TRAINING = "import ortlab.torch_ort; ortlab.torch_ort.package_version = lambda _: None"
 
 DISTRIBUTED = """
 import gc
@@ -118,7 +121,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from ortlab.torch_ort import ORTModule
+IMPORT
 
 rank, folder, ort = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ort"
 store = dist.FileStore(f"{folder}/store-{sys.argv[3]}", 2)
@@ -140,10 +143,39 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(autouse=True)
-def _needs_ort() -> None:
-    """Skip the test with the reason where ORT cannot run."""
-    needs("ortmodule")
+@pytest.fixture(autouse=True, params=["ortmodule", "ort"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let ORTModule run in each engine: "ort" is that of machines without onnxruntime-training."""
+    name: str = request.param
+    needs(name)
+    if name == "ort":
+        monkeypatch.setattr(torch_ort, "package_version", lambda _: None)
+    return name
+
+
+@pytest.fixture
+def ortmodule(engine: str) -> None:
+    """Skip the test in the other engine: it is about what ORTModule has for itself."""
+    if engine != "ortmodule":
+        pytest.skip("about onnxruntime-training")
+
+
+def imports(engine: str) -> str:
+    return OURS if engine == "ortmodule" else f"{WITHOUT_TRAINING}\n{OURS}"
+
+
+def report(model: nn.Module) -> Report:
+    record = wrapped_model(model)
+    assert record is not None
+    return record.report()
+
+
+class Upstream:
+    """Options with the attributes of another version's DebugOptions."""
+
+    def __init__(self, log_level: int, **others: Any) -> None:
+        self.log_level = log_level
+        vars(self).update(others)
 
 
 class Net(nn.Module):
@@ -176,12 +208,12 @@ X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[..., tuple[Any, str]]:
+def script(tmp_path: Path, engine: str) -> Callable[..., tuple[Any, str]]:
     """Return a function that runs the script in a new process and returns its result and stderr."""
     path = tmp_path / "mnist.py"
 
     def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[Any, str]:
-        path.write_text(SCRIPT.replace("IMPORT", OURS))
+        path.write_text(SCRIPT.replace("IMPORT", imports(engine)))
         done = subprocess.run(
             [sys.executable, str(path), *arguments], cwd=tmp_path, capture_output=True, text=True,
             env={**os.environ, **(environment or {})}, check=False,
@@ -193,12 +225,15 @@ def script(tmp_path: Path) -> Callable[..., tuple[Any, str]]:
 
 
 def test_a_script_trains_as_it_does_with_torch(
-    script: Callable[..., tuple[Any, str]], tmp_path: Path
+    script: Callable[..., tuple[Any, str]], tmp_path: Path, engine: str
 ) -> None:
     (losses, test_loss, correct), said = script("--save-path", "ort.pt")
     eager, _ = script("--save-path", "torch.pt", "--pytorch-only")
     eager_losses, eager_test_loss, eager_correct = eager
-    assert all(line.startswith("ORT warning: Fast path") for line in said.splitlines())
+    if engine == "ortmodule":
+        assert all(line.startswith("ORT warning: Fast path") for line in said.splitlines())
+    else:
+        assert said == ""
     assert len(losses) == 22
     assert losses[-1] < 0.6 * losses[0]
     assert losses == pytest.approx(eager_losses, rel=1e-4)
@@ -210,28 +245,35 @@ def test_a_script_trains_as_it_does_with_torch(
         torch.testing.assert_close(ort[name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_a_script_saves_its_graphs(script: Callable[..., tuple[Any, str]], tmp_path: Path) -> None:
+def test_a_script_saves_its_graphs(
+    script: Callable[..., tuple[Any, str]], tmp_path: Path, engine: str
+) -> None:
+    files = {
+        "ortmodule": ("mlp_torch_exported_training.onnx", "mlp_execution_model_training.onnx"),
+        "ort": ("mlp_0_forward_0.onnx", "mlp_1_backward_0.onnx"),
+    }[engine]
     arguments = "--epochs", "1", "--save-path", "ort.pt", "--export-prefix", "mlp"
     _, said = script(*arguments, "--log-level", "INFO")
-    assert "ORT info: " in said
-    graph = onnx.load(tmp_path / "mlp_torch_exported_training.onnx").graph
+    assert ("ORT info: " if engine == "ortmodule" else "[I:onnxruntime:") in said
+    graph = onnx.load(tmp_path / files[0]).graph
     assert [node.op_type for node in graph.node if node.op_type in ("Gemm", "Relu")] == [
         "Gemm", "Relu", "Gemm",
     ]  # fmt: skip
-    assert (tmp_path / "mlp_execution_model_training.onnx").exists()
+    assert (tmp_path / files[1]).exists()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {"ORTMODULE_SAVE_ONNX_PATH": str(elsewhere), "ORTMODULE_LOG_LEVEL": "ERROR"}
     _, said = script(*arguments, "--log-level", "INFO", environment=environment)
     assert said == ""
-    assert (elsewhere / "mlp_execution_model_training.onnx").exists()
+    assert (elsewhere / files[1]).exists()
 
 
-def test_data_parallel(tmp_path: Path) -> None:
+def test_data_parallel(tmp_path: Path, engine: str) -> None:
     """Two processes over gloo have the same weights as two processes of eager torch."""
+    code = DISTRIBUTED.replace("IMPORT", imports(engine))
     for kind in ("ort", "torch"):
         ranks = [
-            subprocess.Popen([sys.executable, "-c", DISTRIBUTED, str(rank), str(tmp_path), kind])
+            subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path), kind])
             for rank in range(2)
         ]
         assert [rank.wait(timeout=HANGS_S) for rank in ranks] == [0, 0]
@@ -295,7 +337,7 @@ def test_a_state_dict_is_loaded(net: Net, tmp_path: Path) -> None:
 def test_it_is_checked_and_listed(net: Net) -> None:
     model = ORTModule(net)
     model(X)
-    assert any(note.startswith("checked on [3, 8]") for note in execution_of(model).report().notes)
+    assert any(note.startswith("checked on [3, 8]") for note in report(model).notes)
     assert "Net" in str(ortlab.models())
 
 
@@ -319,7 +361,7 @@ def test_dropout_follows_torchs_seed() -> None:
     assert torch.equal(model(X), first)
 
 
-def test_set_seed_restarts_ort_s_own() -> None:
+def test_set_seed_restarts_ort_s_own(ortmodule: None) -> None:
     draw = drawn_by_ort(None)
     masks = []
     for seed in (7, 7, 0):
@@ -329,7 +371,7 @@ def test_set_seed_restarts_ort_s_own() -> None:
     assert not any(torch.equal(*pair) for pair in masks)
 
 
-def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
+def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask(ortmodule: None) -> None:
     """The first masks differ even if torch's seed is 0 when ORT is imported and takes it over."""
     script = (
         "import torch; torch.manual_seed(0)\n"
@@ -341,7 +383,7 @@ def test_the_seed_that_torch_has_when_ort_comes_repeats_no_mask() -> None:
     assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
-def test_more_settings(net: Net) -> None:
+def test_more_settings(net: Net, ortmodule: None) -> None:
     model = ORTModule(net, DebugOptions(log_level=LogLevel.FATAL), opset=15, fallback=True)
     settings = execution_of(model).settings
     assert (settings.ortmodule.log_level, settings.ortmodule.opset, settings.fallback) == (
@@ -362,6 +404,12 @@ def test_more_settings(net: Net) -> None:
         (lambda: type("Mine", (ORTModule,), {}), TypeError, "cannot be subclassed"),
         (lambda: load_from_json(ORTModule(Net())), ValueError, "ORTMODULE_JSON_CONFIG_PATH"),
         (lambda: load_from_json(Net(), "x.json"), ValueError, "x.json cannot be read"),
+        (lambda: ORTModule(Net(), Upstream(9)), TypeError, "log_level=9 must be one of VERBOSE"),
+        (
+            lambda: ORTModule(Net(), DebugOptions(save_onnx=True, onnx_prefix="a/b")),
+            ValueError,
+            "a is not a writable folder",
+        ),
     ],
 )
 def test_what_is_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
@@ -369,7 +417,43 @@ def test_what_is_refused(make: Callable[[], Any], error: type[Exception], said: 
         make()
 
 
-def test_options_from_json(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_onnxruntimes_own_class(net: Net, tmp_path: Path, ortmodule: None) -> None:
+    from onnxruntime.training import ortmodule as upstream  # optional: not on every Python
+
+    given = upstream.DebugOptions(upstream.LogLevel.INFO, True, "net", str(tmp_path))
+    settings = wrapped_model(ORTModule(net, given)).settings.ortmodule  # type: ignore[union-attr]
+    assert (settings.log_level, settings.save_onnx) == ("info", str(tmp_path / "net"))
+
+
+def test_options_with_the_same_attributes(net: Net, tmp_path: Path) -> None:
+    given = Upstream(2, save_onnx=True, onnx_prefix="net", save_path=str(tmp_path))
+    settings = wrapped_model(ORTModule(net, given)).settings.ortmodule  # type: ignore[union-attr]
+    assert (settings.log_level, settings.save_onnx) == ("info", str(tmp_path / "net"))
+
+
+def test_the_other_engine_has_no_json_file(net: Net, engine: str) -> None:
+    if engine == "ort":
+        with pytest.raises(ValueError, match="this model runs in engine 'ort'"):
+            load_from_json(ORTModule(net), "x.json")
+
+
+def test_a_submodule_keeps_the_name_that_ortmodule_has_for_the_model(engine: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.module(x)
+            return hidden
+
+    outer = Outer()
+    assert ORTModule(outer).module is (outer.module if engine == "ort" else outer)
+
+
+def test_options_from_json(
+    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ortmodule: None
+) -> None:
     (tmp_path / "ort.json").write_text('{"OnnxOpsetVersion": 15}')
     (tmp_path / "other.json").write_text('{"OnnxOpsetVersion": 16}')
     model = ORTModule(net)

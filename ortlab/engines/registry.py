@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from ortlab.engines import compatibility
-from ortlab.engines.base import Cost, Engine, EngineUnavailable
+from ortlab.engines.base import Cost, Engine, EngineUnavailable, wrapped_model
 from ortlab.settings import (
     AUTO,
     REFERENCE,
@@ -17,6 +17,9 @@ from ortlab.settings import (
     ParallelSettings,
     unknown_name,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _BEST: Final = "ortmodule"
 """Engine that "auto" is where it runs."""
@@ -76,7 +79,8 @@ def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
     """Return settings whose engine is not "auto".
 
     The engine "auto" is the first of ``ortmodule`` and ``ort`` that runs on this machine with the
-    settings, else eager torch. It is ``ortmodule``, whose reason then is the error, if eager torch
+    settings, else eager torch. A model that ``ortmodule`` refuses once it is called is taken over
+    by ``ort``, see `succeed`. It is ``ortmodule``, whose reason then is the error, if eager torch
     does not run with them either, or if they choose options that only ORT has: a choice is never
     ignored in silence.
 
@@ -103,12 +107,10 @@ def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
     model, in_torch = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
     anywhere = cast(S, settings.replace(engine=_ANYWHERE))
     missing_too = _engine(_ANYWHERE).unavailable()
-    # In half precision nearly all of its operators would run in torch.
-    fits = model.precision == REFERENCE[1] and not _is_for_ort(model)
-    if fits and missing_too is None and _refusal(anywhere) is None:
+    if _fits(anywhere):
         return anywhere, f"engine auto: {_ANYWHERE}, because {_BEST} cannot run: {reason}", None
     own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
-    if _is_for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
+    if _for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
         return in_ort, reason, reason
     name, reason = (_BEST, reason) if missing_too is None else (_ANYWHERE, missing_too)
     why = f"engine auto: {REFERENCE[0]}, because {name} cannot run: {reason}"
@@ -119,11 +121,43 @@ def _of_model(settings: Chosen) -> EngineSettings:
     return settings if isinstance(settings, EngineSettings) else settings.model
 
 
-def _is_for_ort(model: EngineSettings) -> bool:
-    """Return whether an option of the ORT graph was chosen; standing values count as not chosen."""
+def _fits(settings: Chosen) -> bool:
+    """Return whether the engine that these settings name runs here, and ignores no choice."""
+    model = _of_model(settings)
+    found = _engine(model.engine)
+    # In half precision nearly all of its operators would run in torch.
+    return (
+        model.precision == REFERENCE[1]
+        and not any(found.capabilities.ignores(found.name, name) for name in _for_ort(model))
+        and _refusal(settings) is None
+    )
+
+
+def _for_ort(model: EngineSettings) -> list[str]:
+    """Return the options of the ORT graph that were chosen; standing values do not count."""
     standing = EngineSettings()
     names = ("kernels", "attention", *OrtModuleSettings.declarations())
-    return any(model[name] != standing[name] for name in names)
+    return [name for name in names if model[name] != standing[name]]
+
+
+def succeed(wrapped: nn.Module, *, chosen: bool) -> None:
+    """Let engine ``ort`` take a model over if ORTModule refuses it, at its first call or later.
+
+    Args:
+        wrapped: A wrapped model of any engine; the others need nothing.
+        chosen: True if the engine was chosen by "auto"; False if the user named it.
+    """
+    from ortlab.engines.ortmodule.dispatch import GraphDispatcher  # heavy: torch
+
+    record = wrapped_model(wrapped)
+    if isinstance(record, GraphDispatcher):
+        record.take_over = _taken_over if chosen else None
+
+
+def _taken_over(model: nn.Module, settings: EngineSettings) -> nn.Module | None:
+    """Return `model` wrapped in engine ``ort``; None if that cannot run with the settings."""
+    anywhere = settings.replace(engine=_ANYWHERE)
+    return _engine(_ANYWHERE).wrap(model, anywhere) if _fits(anywhere) else None
 
 
 def _model(settings: Chosen) -> EngineSettings:

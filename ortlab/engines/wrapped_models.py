@@ -16,7 +16,7 @@ from ortlab.engines import base
 from ortlab.engines.base import EngineUnavailable, wrapped_model
 from ortlab.engines.holders import holders
 from ortlab.engines.registry import engine as engine_called
-from ortlab.engines.registry import resolved
+from ortlab.engines.registry import resolved, succeed
 from ortlab.settings import AUTO, EngineSettings, unknown_name
 from ortlab.utils.tables import Column, Table
 
@@ -509,6 +509,7 @@ class WrappedModels:
                     if group.names:
                         error.add_note(f"raised while wrapping {', '.join(group.names)}")
                     raise
+            succeed(wrapper, chosen=bool(choice))
             entry = WrappedEntry(tuple(group.names), settings, engine, weakref.ref(wrapper), choice)
             made.append((entry, wrapper, group.module))
         for entry, wrapper, module in made:

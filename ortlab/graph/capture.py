@@ -550,8 +550,10 @@ def capture(
     name = type(execution.module).__name__
     if batch is not None:
         execution.export_for(*arguments(execution.module, batch))
-    if (reason := execution.report().fallback_reason) is not None:
-        raise ValueError(f"{name} runs in torch and has no graph: {reason}")
+    report = execution.report()
+    if report.fallback_reason is not None:
+        where = f"on engine {report.engine_used!r}"
+        raise ValueError(f"{name} runs {where} and has no graph: {report.fallback_reason}")
     modules = frozenset(n for n, _ in execution.module.named_modules(remove_duplicate=False))
     trained = frozenset(n for n, p in execution.module.named_parameters() if p.requires_grad)
     found: dict[str, Stage] = {}

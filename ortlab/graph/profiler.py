@@ -127,6 +127,7 @@ def _notes(
     if not step.module.training:
         yield "the model is in evaluation mode: forward pass only"
     if ort is None:
-        yield f"the model runs in torch: {execution.report().fallback_reason}"
+        report = execution.report()
+        yield f"the model runs on engine {report.engine_used!r}: {report.fallback_reason}"
     elif ort.joined < 1:
         yield f"{ort.joined:.1%} of the kernel time is in nodes of the graph"

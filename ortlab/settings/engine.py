@@ -55,7 +55,8 @@ class OrtModuleSettings(Settings):
         None,
         here=True,
         source="DebugOptions.save_onnx",
-        help="write each stage of the newest graph to files whose paths start with this prefix",
+        help="write each stage of the newest graph, or each segment of engine ort, to "
+        "files whose paths start with this prefix",
     )
     compute_optimizer: bool = setting(
         True,

@@ -215,7 +215,7 @@ class RunWorker:
             return
         for note in report.notes[len(known.notes) if known else 0 :]:
             self._record.event("note", note)
-        if report.fallback_reason and not (known and known.fallback_reason):
+        if report.fallback_reason not in (None, known and known.fallback_reason):
             told = f"fallback to {report.engine_used}: {report.fallback_reason}"
             self._record.event("warning", told)
 

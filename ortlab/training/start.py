@@ -18,7 +18,7 @@ from ortlab.engines.base import LossFunction, Stepper, tell
 from ortlab.engines.losses import loss_function
 from ortlab.engines.nonfinite import Cause, first_bad
 from ortlab.engines.registry import engine as engine_called
-from ortlab.engines.registry import engine_for, resolved
+from ortlab.engines.registry import engine_for, resolved, succeed
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
 from ortlab.training import settings_preview
 from ortlab.training.data_loading import of_samples, unevenly
@@ -150,6 +150,8 @@ class RunModel:
         engine: str | None,
         loss: LossFunction | None,
         services: RunServices,
+        *,
+        chosen: bool,
     ) -> None:
         self.run: Run | None = None
         """The run; set once it exists."""
@@ -158,6 +160,7 @@ class RunModel:
         self._module, self._data = request.model, request.train
         self._original = original
         self._loss = loss
+        self._chosen = chosen  # whether "auto" chose the engine
         self._services = services
         # A wrapped model keeps what its own engine has exported already.
         self._wrappers = {} if engine is None else {engine: self._module}
@@ -174,6 +177,7 @@ class RunModel:
         if engine.name not in self._wrappers:
             plain = settings.model.replace(precision="fp32")  # the stepper chooses the precision
             self._wrappers[engine.name] = engine.wrap(self._original, plain)
+            succeed(self._wrappers[engine.name], chosen=self._chosen)
         wrapper = self.prepared[engine.name] = self._wrappers[engine.name]
         return engine.prepare(wrapper, self._loss, settings)
 
@@ -241,7 +245,14 @@ class RunStarter:
         engine = None if entry is None else entry.settings.engine
         if entry is not None and engine == chosen.settings.model.engine:
             chosen = dataclasses.replace(chosen, choice=chosen.choice or entry.choice)
-        model = RunModel(request, original, engine, chosen.loss, self._services)
+        model = RunModel(
+            request,
+            original,
+            engine,
+            chosen.loss,
+            self._services,
+            chosen=bool(chosen.choice),
+        )
         run = model.run = self._create(request, original, model, chosen)
         self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
         run.start()

@@ -42,6 +42,24 @@ def private(path: Path) -> Path:
     return path
 
 
+def file_prefix(path: str, setting: str) -> tuple[str, str]:
+    """Return the folder and the common beginning of the names of files that are to be written.
+
+    Args:
+        path: Path whose last part is that beginning.
+        setting: Name of the setting that has this value, for the error.
+
+    Raises:
+        ValueError: If `path` names a folder only, or the folder is not writable.
+    """
+    folder, prefix = os.path.split(os.path.abspath(os.path.expanduser(path)))
+    if path.endswith(os.sep) or not prefix:
+        raise ValueError(f"{setting}={path!r} is a folder; add a prefix for the file names")
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"{setting}={path!r}: {folder} is not a writable folder")
+    return folder, prefix
+
+
 def plain(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open a regular file and return its descriptor; `open` accepts this as its opener.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from ortlab.engines import registry
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ortmodule import compat
+from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.registry import refusal, resolved
 from ortlab.session import session
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -143,6 +147,82 @@ def test_a_model_is_wrapped_and_trained_in_todays_onnxruntime(no_ortmodule: None
     assert any(MISSING in line for line in run.status().lines)
 
 
+class Counting(nn.Module):
+    """A model that ORTModule refuses: forward replaces a buffer, which no exported graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        hidden: torch.Tensor = self.layer(x)
+        return hidden.tanh()
+
+
+def assert_trains_as(wrapped: nn.Module, reference: nn.Module) -> None:
+    """Compare three steps of other sizes, of a model and of its copy in eager torch."""
+    for rows in (3, 4, 5):
+        x = torch.randn(rows, 2)
+        for each in (wrapped, reference):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        for p, q in zip(wrapped.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_todays_onnxruntime_takes_a_model_over_that_ortmodule_refuses(with_ort: None) -> None:
+    model = Counting()
+    reference = copy.deepcopy(model)
+    wrapped = ortlab.wrap(model)
+    seen: list[int] = []
+    wrapped.register_forward_hook(lambda *_: seen.append(0))
+    assert_trains_as(wrapped, reference)
+    assert (float(model.calls), len(seen)) == (3, 3)
+    (row,) = [row for row in ortlab.models() if row.name == "a Counting"]
+    assert (row.engine_asked, row.engine_used) == ("auto", "ort")
+    refused = "engine 'ortmodule' refuses the model: forward replaces its buffer calls"
+    assert (row.fallback_reason or "").startswith(refused)
+    with pytest.raises(ValueError, match=f"runs on engine 'ort' and has no graph: {refused}"):
+        ortlab.graphs(wrapped)
+    for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert_trains_as(again, copy.deepcopy(reference))
+
+
+def test_a_run_that_ortmodule_refuses_trains_in_todays_onnxruntime(with_ort: None) -> None:
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(3)]
+    for model in (Counting(), ortlab.wrap(Counting())):
+        run = ortlab.finetune(model, data, loss="cross_entropy")
+        run.result()
+        assert run.engine_used == "ort"
+        assert "forward replaces its buffer calls" in (run.fallback_reason or "")
+        assert any("fallback to ort: engine 'ortmodule'" in each for each in run.status().badges)
+        warned = [each.text for each in run.recorder.events() if each.kind == "warning"]
+        assert len(warned) == 1
+
+
+def test_an_engine_that_was_named_is_not_exchanged(with_ort: None) -> None:
+    x = torch.randn(3, 2)
+    for settings in ({"engine": "ortmodule"}, {"engine": "auto", "opset": 15}):
+        with pytest.raises(ExportFailed, match="forward replaces its buffer calls"):
+            ortlab.wrap(Counting(), **settings)(x)
+    in_torch = ortlab.wrap(Counting(), engine="ortmodule", fallback=True)
+    in_torch(x)
+    assert [row.engine_used for row in ortlab.models() if row.name == "a Counting"] == ["eager"]
+    run = ortlab.finetune(
+        Counting(), [(x, torch.randint(2, (3,)))], loss="cross_entropy", engine="ortmodule"
+    )
+    with pytest.raises(ExportFailed, match="forward replaces its buffer calls"):
+        run.result()
+
+
+def test_a_choice_of_both_engines_leaves_the_choice_to_auto(
+    no_ortmodule: None, tmp_path: Path
+) -> None:
+    assert chosen(save_onnx=str(tmp_path / "net"), log_level="warning")[0] == "ort"
+
+
 def test_an_ort_that_is_installed_and_cannot_be_imported(
     with_ort: None, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,5 +256,5 @@ def test_a_change_to_auto_is_resolved() -> None:
     run = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy", engine="compile")
     run.apply(engine="auto")
     run.result()
-    assert run.current_settings.model.engine in ("ortmodule", "eager")
+    assert run.current_settings.model.engine in ("ortmodule", "ort", "eager")
     assert session.run(f"{run.name}") is run

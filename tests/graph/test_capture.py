@@ -228,7 +228,7 @@ def test_a_model_that_fell_back_has_no_graph() -> None:
 
     wrapped = ortlab.wrap(Complex(2, 2), engine="ortmodule", fallback=True)
     wrapped(torch.randn(2, 2))
-    with pytest.raises(ValueError, match="runs in torch and has no graph"):
+    with pytest.raises(ValueError, match="runs on engine 'eager' and has no graph"):
         capture.capture(wrapped)
 
 

@@ -496,7 +496,9 @@ def test_a_model_that_fell_back_has_eager_torch_alone() -> None:
     found = ortlab.profile(model, steps=1)
     assert found.ort is None
     assert found.eager.us["", "forward"] > 0
-    assert any(note.startswith("the model runs in torch: ORT cannot run") for note in found.notes)
+    assert any(
+        note.startswith("the model runs on engine 'eager': ORT cannot run") for note in found.notes
+    )
     for table in (found.by_op(), found.by_node()):
         assert "no ORT graph: torch runs the model" in repr(table)
     assert "ORT forward" not in repr(found.by_module())

@@ -42,7 +42,7 @@ def said(before: str = "") -> list[str]:
 def test_a_script_hears_each_once_a_model() -> None:
     first, second, third = said()
     assert first == second == UNCHECKED
-    assert third.startswith("ortlab: Odd: fallback to eager torch: ")
+    assert third.startswith("ortlab: Odd: fallback to ort: ")
     assert "bessel_j0" in third
 
 

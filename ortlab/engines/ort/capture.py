@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -21,7 +23,9 @@ from ortlab.engines.ort import draws
 from ortlab.engines.ort.attention import replace_attention
 from ortlab.engines.ort.lowering.graph import RULES
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
-from ortlab.engines.ort.session import unavailable
+from ortlab.engines.ort.session import SILENT, unavailable
+from ortlab.utils import warn_once
+from ortlab.utils.files import write_private
 
 aten = torch.ops.aten
 
@@ -124,6 +128,13 @@ class CompiledGraph:
         self.calls += 1
         return results
 
+    def models(self) -> Iterator[bytes]:
+        """Iterate over the ONNX models of the segments, serialized."""
+        for part in self.division.parts():
+            for segment in part.segments:
+                if segment.divided is None:
+                    yield segment.lowered.model.SerializeToString()
+
 
 @dataclass
 class Backend:
@@ -132,10 +143,14 @@ class Backend:
     Attributes:
         graphs: Graphs compiled so far.
         starting: Function that is called before a graph of Dynamo is compiled.
+        severity: Lowest severity of the messages that ORT prints in graphs compiled from now on.
+        save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
     """
 
     graphs: list[CompiledGraph] = field(default_factory=list)
     starting: Callable[[], None] = lambda: None
+    severity: int = SILENT
+    save_onnx: str | None = None
 
     def __call__(
         self,
@@ -167,9 +182,10 @@ class Backend:
             with unset_fake_temporarily():
                 if phase == "inference":
                     draws.take_out(module)
-                division = divide(module)
+                division = divide(module, severity=self.severity)
             made = CompiledGraph(phase, division, time.perf_counter() - started)
             self.graphs.append(made)
+            self.save(len(self.graphs) - 1)
 
             def run(arguments: list[Any]) -> Any:
                 return made(arguments)
@@ -178,6 +194,26 @@ class Backend:
             return run
 
         return compile_graph
+
+    def save(self, number: int) -> None:
+        """Write the ONNX models of a graph to ``<save_onnx>_<graph>_<phase>_<segment>.onnx``.
+
+        Graphs and segments are numbered from 0. Files that cannot be written are named in a
+        warning.
+
+        Args:
+            number: Number of the graph in `graphs`.
+        """
+        if self.save_onnx is None:
+            return
+        graph = self.graphs[number]
+        start = f"{self.save_onnx}_{number}_{graph.phase}_"
+        for i, model in enumerate(graph.models()):
+            path = Path(os.path.expanduser(f"{start}{i}.onnx"))
+            try:
+                write_private(path, model)
+            except OSError as error:
+                warn_once.say(str(path), f"not written: {error}")
 
 
 def _donate_nothing() -> None:

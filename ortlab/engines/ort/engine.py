@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 
 from ortlab.engines.base import Capabilities, LossFunction, Report, unfit, wrapped_model
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import Compile, TorchStepper, refuse_precision, stepper_for
 from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.utils.files import file_prefix
 
 
 class OrtEngine(Compile):
     """Engine that captures a model with torch.compile and runs its graphs in ORT."""
 
     name = "ort"
-    capabilities = Capabilities(options=("self_check", "fallback"), size_cost="recompile")
+    capabilities = Capabilities(
+        options=("self_check", "fallback", "log_level", "save_onnx"), size_cost="recompile"
+    )
 
     def unavailable(self) -> str | None:
         """See `Engine.unavailable`."""
         from ortlab.engines.ort import session  # heavy: torch and onnx
 
         return session.unavailable()
+
+    def refuses(self, settings: EngineSettings, device: str) -> str | None:
+        """See `Engine.refuses`."""
+        if (reason := super().refuses(settings, device)) is not None:
+            return reason
+        try:
+            _check(settings)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def wrap(self, model: nn.Module, settings: EngineSettings) -> nn.Module:
         """Return a module that runs `model` in ORT. Nothing is captured before its first call.
@@ -31,7 +46,8 @@ class OrtEngine(Compile):
 
         Raises:
             ValueError: If no engine can train the model (see `base.unfit`), or the precision is
-                not fp32; the user's loop sets that by autocast.
+                not fp32; the user's loop sets that by autocast. Also if ``save_onnx`` names no
+                file in a writable folder.
         """
         from ortlab.engines.ort import wrapper  # heavy: torch's compiler
 
@@ -39,6 +55,7 @@ class OrtEngine(Compile):
         if reason is not None:
             raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
         refuse_precision(settings)
+        _check(settings)
         return wrapper.wrapped(model, settings)
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -63,9 +80,27 @@ class OrtEngine(Compile):
         stepper: type[TorchStepper] = TorchStepper,
     ) -> TorchStepper:
         """See `Engine.prepare`; the graphs of a wrapped model are used again."""
+        own = settings.model.replace(precision="fp32")  # the stepper sets the precision
         record = wrapped_model(model)
         if record is None or record.engine != self.name:
-            model = self.wrap(model, settings.model.replace(precision="fp32"))
+            model = self.wrap(model, own)
             record = wrapped_model(model)
             assert record is not None
-        return stepper_for(self, model, loss, settings, processes, stepper, report=record.report)
+        before = record.settings
+        record.configure(own)
+        return stepper_for(
+            self,
+            model,
+            loss,
+            settings,
+            processes,
+            stepper,
+            report=record.report,
+            close=functools.partial(record.configure, before),
+        )
+
+
+def _check(settings: EngineSettings) -> None:
+    """Raise ValueError if the graphs cannot be saved where the settings say."""
+    if settings.ortmodule.save_onnx is not None:
+        file_prefix(settings.ortmodule.save_onnx, "save_onnx")

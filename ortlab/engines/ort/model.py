@@ -21,6 +21,7 @@ from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ort import check
 from ortlab.engines.ort.capture import Backend
 from ortlab.engines.ort.segments import OrtSegment
+from ortlab.engines.ort.session import SILENT
 from ortlab.engines.self_check import (
     Observed,
     SelfCheckFailed,
@@ -48,6 +49,11 @@ _CAPTURES: Final[dict[str, Any]] = {
     "capture_scalar_outputs": True,
 }
 """Options of Dynamo that capture selections by a mask and ``item()``."""
+
+_SEVERITIES: Final = {
+    "verbose": 0, "devinfo": 1, "info": 1, "warning": 2, "error": SILENT, "fatal": SILENT
+}  # fmt: skip
+"""ORT's severities by the names of the setting `log_level`."""
 
 _MOST_MOVES: Final = 20
 _MOST_LINES: Final = 3
@@ -95,12 +101,13 @@ class OrtModel:
     engine = "ort"
 
     def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
-        self.module, self.settings = module, settings
+        self.module = module
         self._lock = threading.RLock()  # a check must not meet another thread's call
         self._forward = module.forward
         # Torch's cache of compiled code keeps the backend, which must not keep the model.
         remember = weakref.WeakMethod(self._remember)
         self._backend = Backend(starting=lambda: (remember() or _nothing)())
+        self.configure(settings)
         self._before: _Before | None = None
         self._compiled = self._compile()
         self._options = torch._dynamo.config.patch({**_LIMITS, **_CAPTURES})
@@ -226,6 +233,8 @@ class OrtModel:
                     self._observed(self._run, args, kwargs)
                 if moves := check.mended(inputs):
                     right = False
+                    for i in range(len(self._backend.graphs)):
+                        self._backend.save(i)
                     self._remarks += map(str, moves)
                     continue
                 call = (args, kwargs)
@@ -304,6 +313,8 @@ class OrtModel:
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""
         self.settings = settings
+        self._backend.severity = _SEVERITIES[settings.ortmodule.log_level]
+        self._backend.save_onnx = settings.ortmodule.save_onnx
 
     def reseed(self, seed: int) -> None:
         """See `WrappedModel.reseed`: all random numbers are torch's."""

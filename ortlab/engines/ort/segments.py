@@ -41,7 +41,7 @@ from ortlab.engines.ort.onnx_model import (
     tensors_in,
     values_of,
 )
-from ortlab.engines.ort.session import Session, SessionFailed
+from ortlab.engines.ort.session import SILENT, Session, SessionFailed
 
 aten = torch.ops.aten
 
@@ -125,11 +125,12 @@ class OrtSegment(torch.nn.Module):
         divided: The segment in parts, after one of its operators has failed in ORT.
     """
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+    def __init__(self, graph: fx.GraphModule, severity: int = SILENT) -> None:
         """Lower the graph and create its session.
 
         Args:
             graph: FX graph whose output is a list of tensors.
+            severity: Lowest severity of ORT's messages to print.
 
         Raises:
             NodeNotLowered: If a node cannot be lowered, or ORT refuses it.
@@ -140,6 +141,7 @@ class OrtSegment(torch.nn.Module):
         self._reads = list(self.lowered.inputs.values())
         self.seconds, self.calls = 0.0, 0
         self.divided: Division | None = None
+        self._severity = severity
         self._session: Session | None = None
         self.restart()
 
@@ -159,6 +161,7 @@ class OrtSegment(torch.nn.Module):
                     list(self.lowered.inputs),
                     self.lowered.outputs,
                     optimize=optimize,
+                    severity=self._severity,
                 )
             except SessionFailed as error:
                 raise _blamed(self.graph, str(error)) from error
@@ -205,7 +208,7 @@ class OrtSegment(torch.nn.Module):
         self._divide_again(dict.fromkeys(filter(_computes, self.graph.graph.nodes), reason))
 
     def _divide_again(self, in_torch: Mapping[fx.Node, str]) -> None:
-        self.divided = divide(self.graph, in_torch)
+        self.divided = divide(self.graph, in_torch, severity=self._severity)
         self._session = None
 
 
@@ -269,12 +272,18 @@ class Division:
         return list(found.values())
 
 
-def divide(module: fx.GraphModule, chosen: Mapping[fx.Node, str] | None = None) -> Division:
+def divide(
+    module: fx.GraphModule,
+    chosen: Mapping[fx.Node, str] | None = None,
+    *,
+    severity: int = SILENT,
+) -> Division:
     """Divide a graph into ORT segments and torch segments.
 
     Args:
         module: Graph of ATen operators.
         chosen: Operators that torch is to run, with the reasons, in addition to those that it must.
+        severity: Lowest severity of ORT's messages to print.
 
     Returns:
         The divided graph, ready to run.
@@ -282,7 +291,7 @@ def divide(module: fx.GraphModule, chosen: Mapping[fx.Node, str] | None = None) 
     in_torch = {**_not_lowered(module), **(chosen or {})}
     while True:
         try:
-            return _Divider(module, in_torch).divided()
+            return _Divider(module, in_torch, severity).divided()
         except NodeNotLowered as error:
             if error.node is None:
                 in_torch = dict.fromkeys(filter(_computes, module.graph.nodes), error.reason)
@@ -358,8 +367,10 @@ class _Emptied(CodeGen):
 class _Divider:
     """One division of a graph, with a given set of operators in torch."""
 
-    def __init__(self, module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> None:
-        self._module, self._in_torch = module, dict(in_torch)
+    def __init__(
+        self, module: fx.GraphModule, in_torch: Mapping[fx.Node, str], severity: int
+    ) -> None:
+        self._module, self._in_torch, self._severity = module, dict(in_torch), severity
         self._nodes = list(module.graph.nodes)
         self._torch = self._torch_nodes()
         self._levels = self._levels_of()
@@ -514,7 +525,7 @@ class _Divider:
             return
         first.args = ([made[node] for node in wanted],)
         graph = fx.GraphModule(root, inner)
-        segment = OrtSegment(graph)
+        segment = OrtSegment(graph, self._severity)
         name = f"segment_{len(self._segments)}"
         self._segments.append(segment)
         self._root.add_module(name, segment)

@@ -27,6 +27,10 @@ _OLDEST: Final = (1, 19)
 """Oldest version of onnxruntime with the operators of opset 21."""
 
 
+SILENT: Final = 4
+"""Severity at which ORT prints no error: each is raised as well."""
+
+
 _TRAINING: Final = "onnxruntime.training.ortmodule"
 
 
@@ -87,6 +91,7 @@ class Session:
         outputs: Sequence[str],
         *,
         optimize: bool = True,
+        severity: int = SILENT,
     ) -> None:
         """Create the session.
 
@@ -95,6 +100,7 @@ class Session:
             inputs: Names of its inputs.
             outputs: Names of its outputs.
             optimize: False to run the nodes as they are.
+            severity: Lowest severity of ORT's messages to print.
 
         Raises:
             SessionFailed: If ORT refuses the model, for example for an operator without a kernel.
@@ -102,7 +108,7 @@ class Session:
         ort, native = _runtime()
         self.inputs, self.outputs = list(inputs), list(outputs)
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # errors are raised as well
+        options.log_severity_level = severity
         options.intra_op_num_threads = torch.get_num_threads()
         # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -118,6 +124,7 @@ class Session:
         self._session = session._sess
         self._vector = native.OrtValueVector
         self._run_options = native.RunOptions()
+        self._run_options.log_severity_level = severity
         device = native.OrtDevice
         self._device = device(device.cpu(), device.default_memory(), 0)
         self._devices = [self._device] * len(self.inputs), [self._device] * len(self.outputs)

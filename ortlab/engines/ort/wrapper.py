@@ -38,6 +38,15 @@ class _Forward:
         self.__set__(wrapper, _forward_of(wrapper._ortlab))
 
 
+class _Original:
+    """Descriptor of the user's module, unless an attribute or a submodule has that name."""
+
+    def __get__(self, wrapper: Any, kind: type) -> Any:
+        if wrapper is None:
+            return self
+        return wrapper._modules.get("module", wrapper._ortlab.module)
+
+
 def _forward_of(record: OrtModel) -> Callable[..., Any]:
     @functools.wraps(record.module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +76,7 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
         record: OrtModel = wrapper._ortlab
         return wrapped, (record.module, record.settings)
 
-    members = {
+    members: dict[str, Any] = {
         "__slots__": ("_ortlab", "_ortlab_forward"),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -75,6 +84,8 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": reduced,  # which copy.deepcopy calls, too
         "forward": _Forward(kind.forward),
     }
+    if not hasattr(kind, "module"):
+        members["module"] = _Original()  # ORTModule's name for it
     metaclass: Any = type(kind)
     made: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
     return made

@@ -17,7 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ortlab.engines.base import (
     EngineUnavailable,
     Report,
+    WrappedModel,
     tell,
+    wrapped_model,
 )
 from ortlab.engines.batch import tensors
 from ortlab.engines.call_signature import CallSignature
@@ -66,6 +68,10 @@ _MOST_FALLBACKS = 3
 _WITHOUT_WORKERS = "ORT could not start its thread pool: its own kernels run on one thread"
 
 
+TakeOver = Callable[[nn.Module, EngineSettings], nn.Module | None]
+"""Function that wraps a module in another engine for these settings; None if that cannot run."""
+
+
 class GraphDispatcher:
     """Dispatcher of one module: its exports, their checks, and the report on both.
 
@@ -100,6 +106,9 @@ class GraphDispatcher:
         self._remarks: list[str] = []
         self._fallback: tuple[Hashable, str] | None = None
         self._fallbacks = 0
+        self.take_over: TakeOver | None = None
+        """Wraps the module in another engine if ORTModule refuses it; None for no other engine."""
+        self._successor: nn.Module | None = None
         self.last_call: CallSignature | None = None
         """Form of the last call's arguments, without their data; None before a call."""
         # A cell can call a model during a run, and a check restores buffers and random states.
@@ -145,6 +154,8 @@ class GraphDispatcher:
 
     def _use(self, settings: EngineSettings) -> None:
         self.settings = settings
+        if self._successor is not None:
+            _record(self._successor).configure(settings)
         self._plans = options.recomputed(settings)
         if options.key(settings) != self._options:
             self.rest()
@@ -165,10 +176,10 @@ class GraphDispatcher:
         """
         options.check(settings)
         self._asked = settings
+        self._successor, self._fallback, self._fallbacks = None, None, 0
         self._use(settings)
         self._let_some_go()
         self._checks = 0
-        self._fallback, self._fallbacks = None, 0
         before = self.report()
 
         def report() -> Report:
@@ -209,13 +220,25 @@ class GraphDispatcher:
     def report(self) -> Report:
         """Return the report on the time since the model was wrapped."""
         alone = any(served.export.without_workers for served in self._served())
-        return Report(
+        own = Report(
             engine_used="eager" if self._fallback else "ortmodule",
             fallback_reason=self._fallback[1] if self._fallback else None,
             export_s=self._export_s,
             check_s=self._check_s,
             notes=tuple(self._notes),
             remarks=(*self._remarks, _WITHOUT_WORKERS) if alone else tuple(self._remarks),
+        )
+        if self._fallback is None or self._successor is None:
+            return own
+        other = _record(self._successor).report()
+        refused = f"engine {self.engine!r} refuses the model: {own.fallback_reason}"
+        return Report(
+            engine_used=other.engine_used,
+            fallback_reason="; ".join(filter(None, (refused, other.fallback_reason))),
+            export_s=own.export_s + other.export_s,
+            check_s=own.check_s + other.check_s,
+            notes=own.notes + other.notes,
+            remarks=own.remarks + other.remarks,
         )
 
     def exports(self, settings: EngineSettings | None = None) -> list[Export]:
@@ -276,7 +299,7 @@ class GraphDispatcher:
                 options.check(lowered)
             except ValueError as error:
                 reason = f"torch.autocast in bfloat16: {error}"
-                if self._asked.fallback:
+                if self._may_leave():
                     return self._fall_back(reason, args, kwargs)
                 raise ExportFailed(reason) from None
             self._use(lowered)
@@ -329,7 +352,7 @@ class GraphDispatcher:
                 f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
                 "differently; use engine='eager'"
             )
-            if self.settings.fallback:
+            if self._may_leave():
                 return self._fall_back(reason, args, kwargs)
             raise ExportFailed(reason) from None
 
@@ -447,7 +470,7 @@ class GraphDispatcher:
                 served = self._make(args, kwargs, why, checked=False)
                 self._keep(served.export)
         except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
-            if not self.settings.fallback:
+            if not self._may_leave():
                 raise
             return self._fall_back(str(error), args, kwargs)
         if len(served.shapes) >= _MOST_SHAPES:
@@ -457,25 +480,35 @@ class GraphDispatcher:
         served.buckets.add(bucket(shapes))
         return served.run(args, kwargs, dropout=dropout)
 
+    def _may_leave(self) -> bool:
+        """Return True if another engine takes over what ORTModule refuses, or eager torch may."""
+        if self.take_over is not None:
+            self._successor = self.take_over(self.module, self._asked)
+        return self._successor is not None or self._asked.fallback
+
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call in eager torch, and fall back to it for later calls for `reason`."""
+        """Run the call outside ORTModule, and later calls, too, for `reason`."""
         outputs = self._eagerly(args, kwargs)
         # After the call, so that attributes set by forward do not count as an edit of the model.
         self._fallback = (self._guard.key(), reason)
         self._fallbacks += 1
-        warn_once.say(type(self.module).__name__, f"fallback to eager torch: {reason}")
+        where = "eager torch" if self._successor is None else _record(self._successor).engine
+        warn_once.say(type(self.module).__name__, f"fallback to {where}: {reason}")
         return outputs
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call in eager torch, in the precision that ORT's graph would have."""
+        """Run the call outside ORTModule, in the precision that its graph would have."""
         precision = self.settings.precision if autocast_now() is None else "fp32"
         device = next(self.module.parameters()).device
+        module = self.module if self._successor is None else self._successor
         with autocast_for(precision, device):
-            return self.module(*args, **kwargs)
+            return module(*args, **kwargs)
 
     def _falls_back(self) -> bool:
         """Return True while the fallback applies; ORT is tried again a few times after edits."""
         assert self._fallback is not None
+        if self._successor is not None:
+            return True
         if self._fallbacks >= _MOST_FALLBACKS or self._guard.key() == self._fallback[0]:
             return True
         self._fallback = None
@@ -905,6 +938,12 @@ class GraphDispatcher:
             self._notes.append(text)
         elif len(self._notes) == _MOST_NOTES:
             self._notes.append("further notes are not recorded")
+
+
+def _record(wrapped: nn.Module) -> WrappedModel:
+    record = wrapped_model(wrapped)
+    assert record is not None
+    return record
 
 
 def _differentiable(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from ortlab.engines.base import (
 )
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import base
-from ortlab.engines.ortmodule.dispatch import GraphDispatcher, is_swapped, swapped
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher, TakeOver, is_swapped, swapped
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -221,11 +221,12 @@ def _wrapper_class() -> type[nn.Module]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
             execution = execution_of(self)
-            return _rewrap(copy.deepcopy(execution.module, memo), execution.settings)
+            copied = copy.deepcopy(execution.module, memo)
+            return _rewrap(copied, execution.settings, execution.take_over)
 
         def __reduce__(self) -> tuple[Any, ...]:
             execution = execution_of(self)
-            return _rewrap, (execution.module, execution.settings)
+            return _rewrap, (execution.module, execution.settings, execution.take_over)
 
     return OrtModel
 
@@ -247,8 +248,12 @@ def _container_class(names: tuple[str, ...]) -> type[nn.Module]:
     return made
 
 
-def _rewrap(model: nn.Module, settings: EngineSettings) -> nn.Module:
-    return OrtModuleEngine().wrap(model, settings)
+def _rewrap(
+    model: nn.Module, settings: EngineSettings, take_over: TakeOver | None = None
+) -> nn.Module:
+    wrapped = OrtModuleEngine().wrap(model, settings)
+    execution_of(wrapped).take_over = take_over
+    return wrapped
 
 
 def _forward_like(model: nn.Module, execution: GraphDispatcher) -> Callable[..., Any]:

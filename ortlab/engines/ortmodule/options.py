@@ -27,6 +27,7 @@ from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
 from ortlab.engines.torch.stepper import refuses_precision, trains_on_cpu
 from ortlab.settings import EngineSettings, OrtModuleSettings, unknown_name
+from ortlab.utils.files import file_prefix
 
 UNUSED = {
     "ORTMODULE_CACHE_DIR": "it identifies graphs by the printed model, which omits its code",
@@ -156,7 +157,7 @@ def check(settings: EngineSettings, device: str = "auto") -> None:
     if idle:
         warnings.warn(f"without effect on engine 'ortmodule': {'; '.join(idle)}", stacklevel=2)
     if own.save_onnx is not None:
-        _saved_to(own.save_onnx)
+        file_prefix(own.save_onnx, "save_onnx")
     if own.memory_plans is not None:
         _plans(own.memory_plans)
     recomputed(settings)
@@ -259,16 +260,6 @@ def _said(settings: EngineSettings, name: str) -> str:
     return f"{text} (from {declaration.variable})" if by_variable else text
 
 
-def _saved_to(path: str) -> tuple[str, str]:
-    """Return the folder and the name prefix of the files of the setting `save_onnx`."""
-    folder, prefix = os.path.split(os.path.abspath(os.path.expanduser(path)))
-    if path.endswith(os.sep) or not prefix:
-        raise ValueError(f"save_onnx={path!r} is a folder; add a prefix for the file names")
-    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ValueError(f"save_onnx={path!r}: {folder} is not a writable folder")
-    return folder, prefix
-
-
 def _plans(path: str) -> list[str]:
     """Read the recompute plans in a file: "cluster:type:-1", several joined by commas."""
     try:
@@ -305,7 +296,7 @@ def debug_options(settings: EngineSettings) -> Any:
     debug.logging._log_level = level
     if own.save_onnx is not None:
         saved = debug.save_onnx_models
-        saved._path, saved._name_prefix = _saved_to(own.save_onnx)
+        saved._path, saved._name_prefix = file_prefix(own.save_onnx, "save_onnx")
         saved._save = True
     return debug
 

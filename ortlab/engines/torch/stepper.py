@@ -676,6 +676,7 @@ def stepper_for(
     stepper: type[TorchStepper],
     *,
     report: Callable[[], Report] | None = None,
+    close: Callable[[], None] = lambda: None,
 ) -> TorchStepper:
     """Return a stepper that trains a module under autocast.
 
@@ -687,6 +688,7 @@ def stepper_for(
         processes: Factory of the process group.
         stepper: Class of the stepper.
         report: Function that returns the engine's report; by default it names the engine alone.
+        close: Function that is called when the stepper is closed.
 
     Raises:
         ValueError: If torch cannot compute in the precision of the settings on their device.
@@ -706,6 +708,7 @@ def stepper_for(
         owner=engine.unwrap(module),
         device=device,
         report=report or functools.partial(Report, engine.name, notes=remarks, remarks=remarks),
+        close=close,
         autocast=functools.partial(autocast_for, settings.model.precision, device),
         processes=processes,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -428,3 +430,29 @@ def test_a_run_trains_as_in_eager_torch() -> None:
         found[name] = list(losses_of(run))
     assert len(found["ort"]) == 12
     assert found["ort"] == pytest.approx(found["eager"], rel=1e-4)
+
+
+def test_a_run_of_a_wrapped_model_has_settings_of_its_own(tmp_path: Path) -> None:
+    data = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(2)]
+    wrapped, _ = pair(Net())
+    prefix = str(tmp_path / "net")
+    ortlab.finetune(
+        wrapped, data, loss="cross_entropy", save_onnx=prefix, max_steps=2, device="cpu"
+    ).result(timeout=300)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"net_0_forward_0.onnx", "net_1_backward_0.onnx"} <= written
+    wrapped(torch.randn(3, 6)).sum().backward()
+    assert {path.name for path in tmp_path.iterdir()} == written
+    with pytest.raises(ValueError, match="nowhere is not a writable folder"):
+        ortlab.wrap(Net(), engine="ort", save_onnx=str(tmp_path / "nowhere" / "net"))
+
+
+def test_the_models_of_segments_that_were_divided_again_are_saved(
+    wrong_tanh: None, tmp_path: Path
+) -> None:
+    wrapped, reference = pair(Net(), save_onnx=str(tmp_path / "net"))
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    models = map(onnx.load, tmp_path.glob("net_0_forward_*.onnx"))
+    written = {node.op_type for model in models for node in model.graph.node}
+    assert written
+    assert "Tanh" not in written
