@@ -125,8 +125,8 @@ class CompiledGraph:
         return results
 
 
-@dataclass
-class Backend:
+@dataclass(eq=False)
+class Backend:  # torch compares backends of compiled code: each model's is its own
     """Backend of `torch.compile` that runs graphs in ORT, and remembers them.
 
     Attributes:

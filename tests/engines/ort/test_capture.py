@@ -447,6 +447,18 @@ def test_a_graph_without_an_operator_makes_no_session() -> None:
 # Bad input
 
 
+def test_a_graph_break_is_an_error_where_the_user_asks_for_one_graph() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x.tanh()
+        torch._dynamo.graph_break()
+        return h * 2
+
+    inputs = torch.randn(3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(function, backend="ortlab", fullgraph=True)(inputs)
+    torch.testing.assert_close(torch.compile(function, backend="ortlab")(inputs), function(inputs))
+
+
 def test_unknown_options_are_refused() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="ortlab", options={"speed": 11})
     with pytest.raises(Exception, match="backend 'ortlab' has no option 'speed'"):
