@@ -113,7 +113,7 @@ class Report:
         export_s: Total time of exports and graph builds so far, in seconds.
         check_s: Total time of self-checks so far, in seconds.
         notes: Lines for the user: completed checks, repeated exports and their reasons.
-        remarks: Lines that every view shows: differences from eager torch.
+        remarks: Lines that every view shows: differences from eager torch, parts outside of ORT.
     """
 
     engine_used: str

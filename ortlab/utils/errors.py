@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import linecache
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
@@ -151,6 +152,31 @@ def place(file: str, line: int) -> str:
     code = linecache.getline(file, line).strip()
     where = f"cell line {line}" if _CELL.match(file) else f"{file}:{line}"
     return f"{where}: {code}" if code else where
+
+
+def short_place(file: str, line: int) -> str:
+    """Return the location of a line of code: "model.py:12", or "cell 2, line 9" in a notebook.
+
+    Args:
+        file: File of the code.
+        line: Line number, starting at 1.
+    """
+    if not _CELL.match(file):
+        return f"{Path(file).name}:{line}"
+    cell = _execution_count(file)
+    return f"cell line {line}" if cell is None else f"cell {cell}, line {line}"
+
+
+def _execution_count(file: str) -> str | None:
+    """Return the number of a notebook's cell, as in its prompt; None if this kernel has not run it.
+
+    Args:
+        file: File that IPython has named the cell's code with.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = shell and shell.compile.format_code_name(file)  # ("Cell", "In[2]")
+    found = re.search(r"\d+", name[1]) if name else None
+    return found and found.group()
 
 
 def _is_users(file: str) -> bool:

@@ -7,7 +7,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from ortlab.engines.base import NotFinite
-from ortlab.utils.errors import concise, place, shorten
+from ortlab.utils.errors import concise, place, short_place, shorten
 
 
 def _deep(x: torch.Tensor) -> torch.Tensor:
@@ -61,3 +61,12 @@ def test_a_cell_is_called_a_cell() -> None:
         'test_errors.py:1: """Tests that errors in a notebook are short and name the user\'s '
         'own line."""'
     )
+
+
+def test_a_short_place_has_the_number_of_the_cell() -> None:
+    shell = InteractiveShell.instance()
+    shell.run_cell("def here(): pass", store_history=True)
+    file = shell.user_ns["here"].__code__.co_filename
+    assert short_place(file, 1) == f"cell {shell.execution_count - 1}, line 1"
+    assert short_place("/tmp/ipykernel_12/345.py", 4) == "cell line 4"
+    assert short_place(__file__, 4) == "test_errors.py:4"

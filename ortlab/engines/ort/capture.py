@@ -136,8 +136,8 @@ class CompiledGraph:
                     yield segment.lowered.model.SerializeToString()
 
 
-@dataclass
-class Backend:
+@dataclass(eq=False)
+class Backend:  # torch compares backends of compiled code: each model's is its own
     """Backend of `torch.compile` that runs graphs in ORT, and remembers them.
 
     Attributes:

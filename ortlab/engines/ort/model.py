@@ -14,12 +14,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves
 
 from ortlab.engines.base import Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ort import check
 from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import SILENT
 from ortlab.engines.self_check import (
@@ -112,10 +114,11 @@ class OrtModel:
         self._compiled = self._compile()
         self._options = torch._dynamo.config.patch({**_LIMITS, **_CAPTURES})
         self._captures = True
-        self._checked = 0
-        self._check_s = 0.0
+        self._checked: int | None = None
+        self._check_s = self._outside_s = 0.0
         self._fallback: str | None = None
         self._notes: list[str] = []
+        self._log = CompileLog(self._notes.append)
         self._remarks: list[str] = []
         self._last_call: CallSignature | None = None
 
@@ -149,11 +152,11 @@ class OrtModel:
     def _checked_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fallback is not None:
             return self._run(args, kwargs)
-        if not self._backend.graphs and self.settings.self_check:
+        if self._checked is None and self.settings.self_check:
             self._check(args, kwargs)  # before the call, which then starts from the same state
         self._before = None
         outputs = self._run(args, kwargs)
-        if len(self._backend.graphs) > self._checked and self.settings.self_check:
+        if len(self._backend.graphs) > (self._checked or 0) and self.settings.self_check:
             before, buffers = self._before, tuple(self.module.buffers())
             # The graph of these outputs may have saved buffers, which the check restores.
             with _unsafe_preserve_version_counter(buffers):
@@ -173,17 +176,22 @@ class OrtModel:
         """Call the compiled forward, or the model's own after a fallback."""
         if self._fallback is not None:
             return self._forward(*args, **kwargs)
-        started, compiled = self._executed(), len(self._backend.graphs)
+        compiled, known = len(self._backend.graphs), self._log.count
+        calls, graphs_s = self._executed()
+        started = time.perf_counter()
         try:
-            with self._options:
+            with self._options, self._log:
                 outputs = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             return self._captured_otherwise(error, args, kwargs)
+        now, now_s = self._executed()
         if len(self._backend.graphs) > compiled:
             self._last_call = CallSignature.of(args, kwargs)
             tell(f"captured {len(self._backend.graphs)} graphs of {type(self.module).__name__}")
-        if self._executed() == started and self._fallback is None:
-            self._fallback = f"torch captured no graph of it{_reason_of_the_last_skip()}"
+        elif self._log.count == known:
+            self._outside_s += time.perf_counter() - started - (now_s - graphs_s)
+        if now == calls and _computed(outputs, args, kwargs):
+            self._fallback = f"torch captured no graph of it: {self._log.why_nothing_ran}"
         return outputs
 
     def _captured_otherwise(
@@ -192,7 +200,7 @@ class OrtModel:
         """Try again without Dynamo's options, whose capture has limits; else run in eager torch."""
         if self._captures:
             self._options, self._captures = torch._dynamo.config.patch(_LIMITS), False
-            self._compiled = self._compile()
+            self._compiled, self._log = self._compile(), CompileLog(self._notes.append)
             return self._run(args, kwargs)
         reason = f"torch cannot capture it ({_first_line(error)})"
         if not self.settings.fallback:
@@ -200,8 +208,10 @@ class OrtModel:
         self._fallback = reason
         return self._run(args, kwargs)
 
-    def _executed(self) -> int:
-        return sum(graph.calls for graph in self._backend.graphs)
+    def _executed(self) -> tuple[int, float]:
+        """Return the number of calls of graphs so far, and their time in seconds."""
+        graphs = self._backend.graphs
+        return sum(each.calls for each in graphs), sum(each.call_seconds for each in graphs)
 
     # Check
 
@@ -292,23 +302,32 @@ class OrtModel:
     def report(self) -> Report:
         """See `WrappedModel.report`."""
         graphs = self._backend.graphs
-        in_torch = [each for graph in graphs for each in graph.division.torch_operators()]
-        remarks = {
-            f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in in_torch
-        }
-        notes = list(self._notes)
-        whole = sum(graph.call_seconds for graph in graphs)
-        if whole:
-            share = sum(graph.division.ort_seconds for graph in graphs) / whole
-            notes.append(f"{len(graphs)} graphs, ORT {share:.1%} of the time in them")
+        remarks = list(self._remarks)
+        if self._fallback is None:
+            share, *in_torch = self._division()
+            remarks += [*filter(None, [share]), *self._log.remarks(), *in_torch]
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback,
             export_s=sum(graph.seconds for graph in graphs),
             check_s=self._check_s,
-            notes=tuple(notes),
-            remarks=(*self._remarks, *sorted(remarks)),
+            notes=tuple(self._notes),
+            remarks=tuple(remarks),
         )
+
+    def _division(self) -> list[str]:
+        """Return lines on ORT's share of the time, "" if unknown, and on operators in torch."""
+        graphs = list(self._backend.graphs)
+        operators = [each for graph in graphs for each in graph.division.torch_operators()]
+        in_torch = sorted(
+            {f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in operators}
+        )
+        whole = self._outside_s + sum(graph.call_seconds for graph in graphs)
+        if not graphs or not whole:
+            return ["", *in_torch]
+        share = sum(graph.division.ort_seconds for graph in graphs) / whole
+        told = f"ORT {share:.1%} of the step (forward and backward)"
+        return [f"{told}; {in_torch[0]}"] if len(in_torch) == 1 else [told, *in_torch]
 
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""
@@ -328,6 +347,13 @@ def _nothing() -> None:
     """Do nothing."""
 
 
+def _computed(outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if outputs contain anything but numbers, text and the call's own tensors."""
+    given = {id(each) for each in tensors([args, kwargs])}
+    plain = (bool, int, float, str, type(None))
+    return not all(isinstance(each, plain) or id(each) in given for each in tree_leaves(outputs))
+
+
 def _is_low(module: nn.Module) -> bool:
     """Return True if products are in half precision."""
     halves = (torch.float16, torch.bfloat16)
@@ -345,13 +371,3 @@ def _lines(lines: Sequence[str]) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
-
-
-def _reason_of_the_last_skip() -> str:
-    """Return torch's reason for the last frame that it compiled no graph of; "" if unknown."""
-    metrics = torch._dynamo.utils.get_compilation_metrics()
-    if not metrics:
-        return ""
-    last = metrics[-1]
-    reason = last.fail_reason or ", ".join(last.restart_reasons or ())
-    return f": {' '.join(reason.split())[:200]}" if reason else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ from ortlab.engines.ort.lowering.graph import (
     shape_of,
     size_of,
 )
+from ortlab.utils.errors import short_place
 
 aten = torch.ops.aten
 
@@ -48,6 +50,8 @@ VIEWS: Final = frozenset(
     }
 )
 """Operators that cost nothing in torch."""
+
+_TRACE_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
 
 # Reading FX graphs
 
@@ -76,18 +80,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return the line of the user's code that a node belongs to, as "file.py:12"; "" if unknown.
+    """Return the innermost line of code, outside of torch, that a node belongs to; "" if unknown.
+
+    Dynamo leaves out the lines of torch's own modules. A gradient has the line of its operator.
 
     Args:
         node: Node with the metadata of Dynamo's capture.
     """
-    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    for line in reversed(trace):
-        parts = line.strip().split('"')
-        if line.strip().startswith("File") and len(parts) == 3:
-            number = parts[2].split(",")[1].removeprefix(" line ").strip()
-            return f"{parts[1]}:{number}"
-    return ""
+    lines = _TRACE_LINE.findall(str(node.meta.get("stack_trace") or ""))
+    return short_place(lines[-1][0], int(lines[-1][1])) if lines else ""
 
 
 # Lowering

@@ -347,7 +347,7 @@ def test_operators_without_a_rule_run_in_torch_and_are_named_with_their_lines() 
     assert operators.operator == "aten.special_erfcx"
     assert operators.reason == "no rule for this operator"
     start = InTorch.forward.__code__.co_firstlineno
-    assert operators.lines == [f"{__file__}:{start + i}" for i in (2, 4)]
+    assert operators.lines == [f"test_capture.py:{start + i}" for i in (2, 4)]
     assert len(forward.segments) == 3
 
 
@@ -477,6 +477,18 @@ def test_torch_runs_large_convolutions_and_ort_small_ones() -> None:
 
 
 # Bad input
+
+
+def test_a_graph_break_is_an_error_where_the_user_asks_for_one_graph() -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x.tanh()
+        torch._dynamo.graph_break()
+        return h * 2
+
+    inputs = torch.randn(3)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(function, backend="ortlab", fullgraph=True)(inputs)
+    torch.testing.assert_close(torch.compile(function, backend="ortlab")(inputs), function(inputs))
 
 
 def test_unknown_options_are_refused() -> None:

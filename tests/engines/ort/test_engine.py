@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +181,11 @@ def test_the_first_step_of_each_graph_is_checked_and_leaves_no_trace() -> None:
     assert all(p.grad is None for p in model.parameters())
     for one, other in zip(model.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(one, other)
-    notes = report(wrapped).notes
-    assert [note.startswith("checked on [") for note in notes] == [True, True, False]
-    assert "gradients within" in notes[0]
+    first, again, second = report(wrapped).notes
+    assert first.startswith("checked on [4, 6]: ")
+    assert "gradients within" in first
+    assert again == "compiled again in forward: size 0 of args[0] changed from 4 to 6"
+    assert second.startswith("checked on [6, 6]: ")
 
 
 class InPlace(nn.Module):
@@ -229,7 +234,7 @@ def test_a_wrong_operator_is_found_and_runs_in_torch(wrong_tanh: None) -> None:
     assert found.engine_used == "ort"
     line = Net.forward.__code__.co_firstlineno + 1
     assert found.remarks[0].startswith(
-        f"aten.tanh at {__file__}:{line} runs in torch: ORT's result was off by "
+        f"aten.tanh at test_engine.py:{line} runs in torch: ORT's result was off by "
     )
     assert any("aten.tanh" in each and "in torch" in each for each in found.remarks[1:])
 
@@ -259,8 +264,8 @@ def test_what_orts_optimizer_makes_wrong_runs_without_it(monkeypatch: pytest.Mon
     monkeypatch.setitem(lowering.RULES, aten.mv.default, by_matmul)
     wrapped, reference = pair(ByVector())
     assert_equal(wrapped, reference, torch.randn(2, 6))
-    (remark,) = report(wrapped).remarks
-    assert remark.startswith("a segment runs without ORT's optimizations: ORT's result was off by")
+    moved, _ = report(wrapped).remarks
+    assert moved.startswith("a segment runs without ORT's optimizations: ORT's result was off by")
 
 
 def test_a_difference_that_no_operator_explains_falls_back(
@@ -292,16 +297,16 @@ class Counted(nn.Module):
         return h * torch.special.erfcx(h)
 
 
-def test_operators_in_torch_are_remarks_with_their_lines() -> None:
+def test_operators_in_torch_are_remarks_with_their_lines_after_the_share_of_ort() -> None:
     wrapped, reference = pair(Counted())
     assert_equal(wrapped, reference, torch.randn(4, 6))
     line = Counted.forward.__code__.co_firstlineno + 2
-    assert any(
-        each.startswith(f"aten.special_erfcx at {__file__}:{line}")
-        and each.endswith("in torch: no rule for this operator")
-        for each in report(wrapped).remarks
+    (remark,) = report(wrapped).remarks
+    assert re.fullmatch(
+        r"ORT \d+\.\d% of the step \(forward and backward\); aten\.special_erfcx at "
+        rf"test_engine\.py:{line} in torch: no rule for this operator",
+        remark,
     )
-    assert "ORT " in report(wrapped).notes[-1]
 
 
 class Loop(nn.Module):
@@ -318,13 +323,156 @@ class Loop(nn.Module):
         return x
 
 
+def line_of(model: type[nn.Module], offset: int) -> str:
+    """Return the place of a line of a model's forward."""
+    return f"test_engine.py:{model.forward.__code__.co_firstlineno + offset}"
+
+
+USERS_BREAK = "User-inserted graph break. Message: None"
+
+
 def test_a_model_that_dynamo_skips_runs_in_eager_torch_and_says_so() -> None:
     wrapped, reference = pair(Loop())
     assert_equal(wrapped, reference, torch.randn(4, 6))
     found = report(wrapped)
     assert found.engine_used == "eager"
-    assert str(found.fallback_reason).startswith("torch captured no graph of it: ")
-    assert "graph_break()" in str(found.fallback_reason)
+    assert found.fallback_reason == (
+        f"torch captured no graph of it: graph break at {line_of(Loop, 3)}: {USERS_BREAK}"
+    )
+
+
+class Split(nn.Module):
+    """A graph break in the middle, and one within a loop of a submodule."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), middle, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        made: Tensor = self.last(self.middle(h))
+        return made
+
+
+def test_a_model_with_a_graph_break_trains_as_in_eager_torch_and_shows_it() -> None:
+    wrapped, reference = pair(Split(nn.Tanh()))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (wrapped, reference)]
+    for rows in (4, 4, 7, 4):
+        assert_equal(wrapped, reference, torch.randn(rows, 6))
+        for optimizer in optimizers:
+            optimizer.step()
+    found = report(wrapped)
+    assert found.engine_used == "ort"
+    told = [
+        f"graph break at {line_of(Split, 2)}: {USERS_BREAK}",
+        f"compiled again at {line_of(Split, 0)}: size 0 of x changed from 4 to 7",
+        f"compiled again at {line_of(Split, 2)}: size 0 of h changed from 4 to 7",
+    ]
+    assert list(found.remarks[1:]) == told
+    assert [note for note in found.notes if not note.startswith("checked")] == told
+
+
+def test_a_part_that_dynamo_skips_is_named() -> None:
+    wrapped, reference = pair(Split(Loop()))
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    found = report(wrapped)
+    assert found.engine_used == "ort"
+    assert found.remarks[1] == (
+        f"{line_of(Loop, 0)} runs in eager torch: graph break at {line_of(Loop, 3)}: {USERS_BREAK}"
+    )
+
+
+class Mode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor | None, mode: str) -> Tensor | None:
+        return None if x is None else self.layer(x) * len(mode)
+
+
+def test_a_model_that_reaches_torchs_limit_of_graphs_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ort_model._LIMITS, "recompile_limit", 2)
+    wrapped, reference = pair(Mode())
+    for mode in ("a", "bb", "ccc"):
+        assert_equal(wrapped, reference, torch.randn(4, 6), mode=mode)
+    found = report(wrapped)
+    assert found.engine_used == "eager"
+    assert found.fallback_reason == (
+        "torch captured no graph of it: torch's recompile_limit is reached "
+        "(mode == 'bb' is no longer true)"
+    )
+    assert found.notes[1] == f"compiled again at {line_of(Mode, 0)}: mode == 'a' is no longer true"
+
+
+def test_a_call_without_operators_is_no_reason_to_fall_back() -> None:
+    """Torch ignores the code of forward after such a call, which a later call shows."""
+    wrapped, reference = pair(Mode())
+    assert_equal(wrapped, reference, torch.randn(4, 6), mode="a")
+    assert wrapped(None, "a") is None
+    assert report(wrapped).engine_used == "ort"
+    assert_equal(wrapped, reference, torch.randn(4, 6), mode="a")
+    assert report(wrapped).fallback_reason == (
+        "torch captured no graph of it: torch.compile ignores its forward after a call without "
+        "operators"
+    )
+
+
+class Excluded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_a_forward_that_torch_is_told_to_skip_runs_in_eager_torch_and_says_so() -> None:
+    wrapped, reference = pair(Excluded())
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    found = report(wrapped)
+    assert found.engine_used == "eager"
+    assert "torch.compiler.disable" in str(found.fallback_reason)
+
+
+class Parted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        made: Tensor = self.last(h)
+        return made
+
+
+def test_breaks_are_those_of_the_model_itself() -> None:
+    """Other models compile at the same time, in threads of their own."""
+    kinds: tuple[Callable[[], nn.Module], ...] = (lambda: Split(nn.Tanh()), Parted)
+    models = [pair(kind())[0] for kind in kinds]
+    models.append(torch.compile(Parted(), backend="eager"))
+    begin = threading.Barrier(len(models))
+
+    def call(model: Any) -> None:
+        begin.wait()
+        for rows in (3, 4):
+            model(torch.randn(rows, 6))
+
+    threads = [threading.Thread(target=call, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model, kind in zip(models, (Split, Parted), strict=False):
+        _, first, *rest = report(model).remarks
+        assert first == f"graph break at {line_of(kind, 2)}: {USERS_BREAK}"
+        places = re.findall(r" at (\S+?)[:,] ", " ".join(rest))
+        assert set(places) <= {line_of(kind, offset) for offset in (0, 2)}
 
 
 class Chosen(nn.Module):
