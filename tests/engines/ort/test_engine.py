@@ -251,7 +251,8 @@ class ByVector(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.weight.t() @ row for row in x.unbind()])
+        matrix = self.weight.t().contiguous()
+        return torch.stack([matrix @ row for row in x.unbind()])
 
 
 def test_what_orts_optimizer_makes_wrong_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
