@@ -14,7 +14,9 @@ class Outcome:
     """Result of a cell, with the reason where it is not ok.
 
     The errors are the largest relative errors seen: of losses, of gradients and buffers, and of
-    the losses of ten steps. ``exports`` is the number of exported graphs.
+    the losses of ten steps. ``exports`` is the number of exported graphs. Of engine ``ort``,
+    ``ort_share`` is the share of compute nodes that run in ORT, and ``in_torch`` names the others,
+    graph breaks and what the check moved to torch.
     """
 
     name: str
@@ -24,4 +26,6 @@ class Outcome:
     gradient_error: float = math.nan
     steps_error: float = math.nan
     exports: int = 0
+    ort_share: float = math.nan
+    in_torch: str = ""
     seconds: float = 0.0

@@ -332,7 +332,17 @@ QUICK: Final = (
     "resnet/image",
     "torch/lstm/0.1",
 )
-"""The sample of cells that `make test` runs."""
+"""The sample of cells that `make test` runs on engine ``ortmodule``."""
+
+QUICK_ON_ORT: Final = (
+    "bert/sequence/sdpa/0.1",
+    "gpt2/causal/eager/0.1",
+    "t5/seq2seq/sdpa/0.0",
+    "segformer/segmentation/sdpa/0.0",
+    "resnet/image",
+    "torch/mlp/0.1",
+)
+"""The sample of cells that `make test` runs on engine ``ort``."""
 
 
 # ---- models --------------------------------------------------------------------------------------

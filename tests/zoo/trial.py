@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import ortlab
+from ortlab.engines.base import wrapped_model
+from ortlab.engines.ort.model import CaptureFailed, OrtModel
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.self_check import SMALLEST, SelfCheckFailed
-from tests.zoo import specs
-from tests.zoo.dropout import Replay
+from ortlab.utils.rng import RandomStates
+from tests.zoo import nodes, specs
+from tests.zoo.dropout import DropoutDiffers, Replay
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
 
 LOSS_TOLERANCE: Final = 1e-4
@@ -34,41 +38,52 @@ class Differs(AssertionError):
     """Raised when ORT's loss, a gradient or a buffer differs from eager torch's."""
 
 
-def trial(cell: specs.Cell) -> Outcome:
-    """Try `cell` in this process. See `Pair` for the conditions that must hold."""
+class FellBack(RuntimeError):
+    """Raised when a model runs in eager torch although that is not allowed."""
+
+
+def trial(cell: specs.Cell, engine: str = "ortmodule") -> Outcome:
+    """Try `cell` on `engine` in this process. See `Pair` for the conditions that must hold."""
     started = time.perf_counter()
     pair = None
     status, reason = OK, ""
     try:
         first, second = specs.batches(cell)
-        family = specs.FAMILIES.get(cell.family)
-        # The replayed masks are those of ORT's own dropout.
-        options = {"kernels": "ort" if cell.dropout else "torch"}
-        pair = Pair(specs.model(cell), **options, **(family.options if family else {}))
-        with pair.replay:
-            pair.compare(first)
-            pair.compare(second)
+        options: dict[str, Any] = {}
+        if engine == "ortmodule":
+            family = specs.FAMILIES.get(cell.family)
+            # The replayed masks are those of ORT's own dropout.
+            options = {"kernels": "ort" if cell.dropout else "torch"}
+            options |= family.options if family else {}
+        pair = Pair(specs.model(cell), engine, **options)
+        with pair.replay or contextlib.nullcontext():
+            for batch in (first, second, first):
+                pair.compare(batch)
             pair.train([first, second] * (STEPS // 2))
-    except (ExportFailed, SelfCheckFailed) as error:
+    except (ExportFailed, SelfCheckFailed, CaptureFailed, FellBack) as error:
         status, reason = REFUSED, str(error)
-    except AssertionError as error:
+    except (Differs, DropoutDiffers) as error:
         status, reason = WRONG, str(error)
     except Exception:  # noqa: BLE001 - the table shows any error
         status, reason = FAILED, traceback.format_exc(limit=-3)
-    errors = {} if pair is None else pair.errors
+    errors = {} if pair is None else pair.errors | pair.coverage()
     return Outcome(cell.name, status, reason, seconds=time.perf_counter() - started, **errors)
 
 
 class Pair:
-    """A model in ORT and its twin in eager torch, which uses the same dropout masks."""
+    """A model in ORT and its twin in eager torch, which uses the same dropout masks.
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    The engine ``ort`` draws what eager torch draws, so the twin starts from the same random states.
+    The masks of ``ortmodule`` are replayed.
+    """
+
+    def __init__(self, model: nn.Module, engine: str = "ortmodule", **options: Any) -> None:
         self.twin = copy.deepcopy(model)
         self.model = model
-        # Only an export made here has dropouts that can be replayed.
-        options |= {"fallback": False, "cache": False}
-        self.wrapped = ortlab.wrap(model, engine="ortmodule", **options)
-        self.replay = Replay()
+        if engine == "ortmodule":
+            options["cache"] = False  # only an export made here has dropouts that can be replayed
+        self.wrapped = ortlab.wrap(model, engine=engine, fallback=False, **options)
+        self.replay = Replay() if engine == "ortmodule" else None
         self.errors: dict[str, Any] = {}
 
     def compare(self, batch: Mapping[str, Any]) -> None:
@@ -82,6 +97,9 @@ class Pair:
         ours, theirs = self._losses(batch)
         self._hold("loss", "loss_error", _relative(ours, theirs), LOSS_TOLERANCE)
         found, wanted = _gradients(self.model, ours), _gradients(self.twin, theirs)
+        one, other = _without_gradient(self.model), _without_gradient(self.twin)
+        if self.replay is None and one != other:
+            raise Differs(f"only one has gradients of {', '.join(sorted(one ^ other))}")
         least = SMALLEST * float(torch.stack([g.norm() for g in wanted.values()]).norm())
         for name, gradient in wanted.items():
             error = _relative(found[name], gradient, least)
@@ -111,9 +129,22 @@ class Pair:
             raise Differs(f"the loss does not fall: {losses[:2]} first, {losses[-2:]} at last")
 
     def _losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        states = RandomStates.now()
         ours = _loss(self.wrapped(**batch))
-        self.errors["exports"] = len(self.wrapped.__dict__["_ortlab"].exports())
-        return ours, self.replay.loss(lambda: _loss(self.twin(**batch)))
+        if self.replay is not None:
+            self.errors["exports"] = len(self.wrapped.__dict__["_ortlab"].exports())
+            return ours, self.replay.loss(lambda: _loss(self.twin(**batch)))
+        record = wrapped_model(self.wrapped)
+        assert record is not None
+        if (why := record.report().fallback_reason) is not None:
+            raise FellBack(f"runs in eager torch: {why}")
+        states.give_back()
+        return ours, _loss(self.twin(**batch))
+
+    def coverage(self) -> dict[str, Any]:
+        """Return the fields of `Outcome` about the graphs of engine ``ort``; none for another."""
+        record = wrapped_model(self.wrapped)
+        return nodes.coverage(record) if isinstance(record, OrtModel) else {}
 
     def _hold(self, what: str, kind: str, error: float, tolerance: float) -> None:
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
@@ -133,6 +164,10 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in module.named_parameters()
     }
+
+
+def _without_gradient(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.grad is None}
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 1e-12) -> float:
