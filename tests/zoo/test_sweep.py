@@ -142,7 +142,7 @@ def test_what_passes_on_ort(statuses: list[str], in_torch: int, passes: bool) ->
 
 def test_a_cell_whose_process_dies_is_wrong() -> None:
     context = multiprocessing.get_context("forkserver")
-    outcome = sweep.in_process(context, CELLS["torch/mlp/0.0"], task=_die)
+    outcome = sweep.in_process(context, CELLS["torch/mlp/0.0"], task=_die, limit_s=60)
     assert (outcome.status, outcome.reason) == (WRONG, "the process died (exit code 7)")
 
 
@@ -247,11 +247,11 @@ def test_other_masks_are_wrong_on_ort(trial: Any) -> None:
         pair.compare(specs.batches(cell)[0])
 
 
-def test_a_gradient_that_only_one_has_is_wrong_on_ort(trial: Any) -> None:
+def test_a_gradient_that_eager_torch_does_not_have_is_wrong_on_ort(trial: Any) -> None:
     needs("ort")
     pair = trial.Pair(specs.model(CELLS["torch/mlp/0.0"]), "ort")
     pair.twin.head.bias.requires_grad_(False)
-    with pytest.raises(trial.Differs, match=r"only one has gradients of head\.bias"):
+    with pytest.raises(trial.Differs, match=r"gradient of head\.bias is None in eager torch"):
         pair.compare(specs.batches(CELLS["torch/mlp/0.0"])[0])
 
 

@@ -97,9 +97,10 @@ class Pair:
         ours, theirs = self._losses(batch)
         self._hold("loss", "loss_error", _relative(ours, theirs), LOSS_TOLERANCE)
         found, wanted = _gradients(self.model, ours), _gradients(self.twin, theirs)
-        one, other = _without_gradient(self.model), _without_gradient(self.twin)
-        if self.replay is None and one != other:
-            raise Differs(f"only one has gradients of {', '.join(sorted(one ^ other))}")
+        # Torch's compiled graphs return zeros where only unused outputs depend on a parameter.
+        only_ours = [name for name, p in self.twin.named_parameters() if p.grad is None]
+        if self.replay is None and (nonzero := [name for name in only_ours if found[name].any()]):
+            raise Differs(f"gradient of {', '.join(nonzero)} is None in eager torch")
         least = SMALLEST * float(torch.stack([g.norm() for g in wanted.values()]).norm())
         for name, gradient in wanted.items():
             error = _relative(found[name], gradient, least)
@@ -164,10 +165,6 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in module.named_parameters()
     }
-
-
-def _without_gradient(module: nn.Module) -> set[str]:
-    return {name for name, p in module.named_parameters() if p.grad is None}
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 1e-12) -> float:
