@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from torch._dynamo.utils import (
 
 from ortlab.utils.errors import short_place
 
-_TORCH: Final = Path(torch.__file__).parent
+_TORCH: Final = Path(inspect.getfile(torch)).parent
 _DYNAMO: Final = _TORCH / "_dynamo"
 _FORWARD: Final = "forward"
 _LONGEST: Final = 160
