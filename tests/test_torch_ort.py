@@ -431,10 +431,9 @@ def test_options_with_the_same_attributes(net: Net, tmp_path: Path) -> None:
     assert (settings.log_level, settings.save_onnx) == ("info", str(tmp_path / "net"))
 
 
-def test_the_other_engine_has_no_json_file(net: Net, engine: str) -> None:
-    if engine == "ort":
-        with pytest.raises(ValueError, match="this model runs in engine 'ort'"):
-            load_from_json(ORTModule(net), "x.json")
+def test_the_other_engine_has_no_json_file(net: Net) -> None:
+    with pytest.raises(ValueError, match="this model runs in engine 'ort'"):
+        load_from_json(ortlab.wrap(net, engine="ort"), "x.json")
 
 
 def test_a_submodule_keeps_the_name_that_ortmodule_has_for_the_model(engine: str) -> None:

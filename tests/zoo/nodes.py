@@ -24,9 +24,8 @@ def coverage(record: OrtModel) -> dict[str, Any]:
     parts = [part for graph in graphs for part in graph.division.parts()]
     in_ort = sum(
         _computes(node)
-        for part in parts
-        for segment in part.segments
-        if segment.divided is None
+        for graph in graphs
+        for segment in graph.division.ort_segments()
         for node in segment.graph.graph.nodes
     )
     in_torch = Counter(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -128,13 +127,6 @@ class CompiledGraph:
         self.calls += 1
         return results
 
-    def models(self) -> Iterator[bytes]:
-        """Iterate over the ONNX models of the segments, serialized."""
-        for part in self.division.parts():
-            for segment in part.segments:
-                if segment.divided is None:
-                    yield segment.lowered.model.SerializeToString()
-
 
 @dataclass(eq=False)
 class Backend:  # torch compares backends of compiled code: each model's is its own
@@ -208,10 +200,10 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             return
         graph = self.graphs[number]
         start = f"{self.save_onnx}_{number}_{graph.phase}_"
-        for i, model in enumerate(graph.models()):
-            path = Path(os.path.expanduser(f"{start}{i}.onnx"))
+        for i, segment in enumerate(graph.division.ort_segments()):
+            path = Path(f"{start}{i}.onnx").expanduser()
             try:
-                write_private(path, model)
+                write_private(path, segment.lowered.model.SerializeToString())
             except OSError as error:
                 warn_once.say(str(path), f"not written: {error}")
 

@@ -289,13 +289,7 @@ class OrtModel:
         return self._observed(lambda args, kwargs: module(*args, **kwargs), args, kwargs, module)
 
     def _segments(self) -> list[OrtSegment]:
-        return [
-            segment
-            for graph in self._backend.graphs
-            for part in graph.division.parts()
-            for segment in part.segments
-            if segment.divided is None
-        ]
+        return [each for graph in self._backend.graphs for each in graph.division.ort_segments()]
 
     # Report
 
@@ -304,8 +298,7 @@ class OrtModel:
         graphs = self._backend.graphs
         remarks = list(self._remarks)
         if self._fallback is None:
-            share, *in_torch = self._division()
-            remarks += [*filter(None, [share]), *self._log.remarks(), *in_torch]
+            remarks += self._parts()
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback,
@@ -315,19 +308,22 @@ class OrtModel:
             remarks=tuple(remarks),
         )
 
-    def _division(self) -> list[str]:
-        """Return lines on ORT's share of the time, "" if unknown, and on operators in torch."""
+    def _parts(self) -> list[str]:
+        """Return lines on ORT's share of the time, on compilations, and on operators in torch."""
         graphs = list(self._backend.graphs)
         operators = [each for graph in graphs for each in graph.division.torch_operators()]
         in_torch = sorted(
             {f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in operators}
         )
         whole = self._outside_s + sum(graph.call_seconds for graph in graphs)
-        if not graphs or not whole:
-            return ["", *in_torch]
-        share = sum(graph.division.ort_seconds for graph in graphs) / whole
-        told = f"ORT {share:.1%} of the step (forward and backward)"
-        return [f"{told}; {in_torch[0]}"] if len(in_torch) == 1 else [told, *in_torch]
+        told = self._log.remarks()
+        if graphs and whole:
+            share = sum(graph.division.ort_seconds for graph in graphs) / whole
+            first = [f"ORT {share:.1%} of the step (forward and backward)"]
+            if len(in_torch) == 1:
+                first.append(in_torch.pop())
+            told.insert(0, "; ".join(first))
+        return [*told, *in_torch]
 
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""

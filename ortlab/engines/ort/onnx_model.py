@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import onnx
 import sympy
@@ -102,14 +102,20 @@ class Lowered:
         model: The model.
         inputs: Names of its inputs, each with the number of the FX placeholder, and the order of
             its dimensions in memory where that is another.
-        outputs: Names of its outputs.
-        results: For each FX output, the number of the model's output.
+        outputs: Names of its outputs, in the order of the FX outputs.
     """
 
     model: onnx.ModelProto
     inputs: dict[str, tuple[int, list[int] | None]]
     outputs: list[str]
-    results: list[int]
+
+
+class _Offered(NamedTuple):
+    """Input of a model as far as it is used: number of the placeholder, see `Lowered`, and type."""
+
+    number: int
+    order: list[int] | None
+    info: onnx.ValueInfoProto
 
 
 class NodeNotLowered(Exception):
@@ -186,16 +192,14 @@ def lowered(module: fx.GraphModule) -> Lowered:
     known: dict[fx.Node, Any] = {}
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    offered: dict[str, tuple[int, onnx.ValueInfoProto]] = {}
+    offered: dict[str, _Offered] = {}
     reads: list[Value] = []
-    orders: dict[str, list[int]] = {}
     for i, node in enumerate(placeholders):
-        value = node.meta["val"]
+        value, order = node.meta["val"], None
         if isinstance(value, torch.Tensor):
             known[node] = read = values_of(node, iter([node.name]))
             order = _order_in_memory(value)
-            if order != sorted(order):
-                orders[node.name] = order
+            if order is not None:
                 read = Value(read.name, tuple(read.shape[i] for i in order), read.dtype)
                 known[node] = graph.transpose(read, [order.index(i) for i in range(read.rank)])
             reads.append(read)
@@ -208,7 +212,7 @@ def lowered(module: fx.GraphModule) -> Lowered:
                 continue
             bound = bind_number(graph, node, number)
             info = helper.make_tensor_value_info(node.name, ONNX_TYPES[bound.dtype], [1])
-        offered[node.name] = i, info
+        offered[node.name] = _Offered(i, order, info)
     for symbols in (True, False):  # a symbol's own size before sizes that are computed from it
         for read in reads:
             _bind(graph, read, symbols=symbols)
@@ -219,18 +223,17 @@ def lowered(module: fx.GraphModule) -> Lowered:
         elif node.op == "call_function":
             known[node] = _lowered_node(graph, node, known)
     (output,) = (node for node in nodes if node.op == "output")
-    return _assembled(graph, output.args[0], known, offered, orders)
+    return _assembled(graph, output.args[0], known, offered)
 
 
-def _order_in_memory(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a tensor from the longest stride to the shortest.
+def _order_in_memory(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions from the longest stride to the shortest; None if that is their order.
 
     A saved tensor is often a transposed view: read in the order of its memory, it is not copied.
     """
     strides = [hint(stride) for stride in tensor.stride()]
-    if 0 in strides:
-        return list(range(tensor.dim()))
-    return sorted(range(tensor.dim()), key=lambda i: -strides[i])
+    order = sorted(range(tensor.dim()), key=lambda i: -strides[i])
+    return None if 0 in strides or order == sorted(order) else order
 
 
 def hint(size: Any) -> int:
@@ -270,37 +273,32 @@ def _assembled(
     graph: OnnxGraph,
     wanted: Sequence[fx.Node],
     known: Mapping[fx.Node, Any],
-    offered: Mapping[str, tuple[int, onnx.ValueInfoProto]],
-    orders: Mapping[str, list[int]],
+    offered: Mapping[str, _Offered],
 ) -> Lowered:
     graph.current = None
-    constants = {each.name for each in graph.constants.values()}
-    outputs: dict[str, tuple[int, onnx.ValueInfoProto]] = {}
-    results: list[int] = []
+    taken = {*offered, *(each.name for each in graph.constants.values())}
+    outputs: dict[str, onnx.ValueInfoProto] = {}
     for node in wanted:
         value = known[node]
         if value is None:
             raise NodeNotLowered(operator_of(node), "its rule leaves out a result")
-        shared = value.name in outputs and node.target not in VIEWS
-        if shared or value.name in offered or value.name in constants:
+        if value.name in taken:
             value = graph.copied(value)  # a result may be written to, and the other must not change
-        if value.name not in outputs:
-            info = helper.make_tensor_value_info(
-                value.name, ONNX_TYPES[value.dtype], _named(value.shape)
-            )
-            outputs[value.name] = len(outputs), info
-        results.append(outputs[value.name][0])
+        taken.add(value.name)
+        outputs[value.name] = helper.make_tensor_value_info(
+            value.name, ONNX_TYPES[value.dtype], _named(value.shape)
+        )
     needed, kept = set(outputs), []
     for each in reversed(graph.nodes):
         if not needed.isdisjoint(each.output):
             kept.append(each)
             needed.update(each.input)
-    inputs = {name: (i, orders.get(name)) for name, (i, _) in offered.items() if name in needed}
+    inputs = {name: each for name, each in offered.items() if name in needed}
     made_graph = helper.make_graph(
         kept[::-1],
         "segment",
-        [offered[name][1] for name in inputs],
-        [info for _, info in outputs.values()],
+        [each.info for each in inputs.values()],
+        list(outputs.values()),
         [each for each in graph.constants.values() if each.name in needed],
     )
     model = helper.make_model(
@@ -308,7 +306,8 @@ def _assembled(
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)],
         ir_version=IR_VERSION,
     )
-    return Lowered(model, inputs, list(outputs), results)
+    reads = {name: (each.number, each.order) for name, each in inputs.items()}
+    return Lowered(model, reads, list(outputs))
 
 
 def operator_of(node: fx.Node) -> fx.Node:

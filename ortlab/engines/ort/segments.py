@@ -48,7 +48,7 @@ aten = torch.ops.aten
 _READ_STRIDES: Final = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
 """Operators whose result depends on the strides of their input."""
 
-FASTER_IN_TORCH: Final = {
+FASTER_IN_TORCH: Final[dict[Any, str]] = {
     aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one"
 }
 """Operators that ORT could run, with the reason why torch does."""
@@ -62,14 +62,14 @@ lays out the windows anew for each image. Small ones do not make up for another 
 
 
 def _faster_in_torch(node: fx.Node) -> str | None:
-    """Return why torch runs a node although there is a rule for it; None if it does not."""
+    """Return why torch runs a node that ORT could run; None if it does not."""
     given: tuple[Any, ...] = node.args
     if node.target is aten.convolution.default:
         (x, weight), y, transposed = given[:2], node, given[6]
     elif node.target is aten.convolution_backward.default:
         (y, x, weight), transposed = given[:3], given[7]
     else:
-        return None
+        return FASTER_IN_TORCH.get(node.target)
     kernel, places = (
         [hint(size) for size in each.meta["val"].shape] for each in (weight, x if transposed else y)
     )
@@ -183,10 +183,9 @@ class OrtSegment(torch.nn.Module):
                 else:
                     self.move_to_torch(blamed.node, blamed.reason)
                 return self.forward(*arguments)
-        found = [made[i] for i in self.lowered.results]
         self.seconds += time.perf_counter() - started
         self.calls += 1
-        return found
+        return made
 
     def move_to_torch(self, node: fx.Node, reason: str) -> None:
         """Divide the segment again, with an operator in torch.
@@ -250,6 +249,11 @@ class Division:
         for segment in self.segments:
             if segment.divided is not None:
                 yield from segment.divided.parts()
+
+    def ort_segments(self) -> Iterator[OrtSegment]:
+        """Iterate over the segments that ORT runs now, those of segments divided again included."""
+        for part in self.parts():
+            yield from (segment for segment in part.segments if segment.divided is None)
 
     @property
     def ort_seconds(self) -> float:
@@ -340,7 +344,6 @@ def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:
                     continue
                 except NotLowered as error:
                     reason = str(error)
-            reason = reason or FASTER_IN_TORCH.get(node.target)
             found[node] = reason or "no rule for this operator"
         if node.op != "output":
             known[node] = values_of(node, names)
