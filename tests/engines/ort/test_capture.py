@@ -466,6 +466,17 @@ def test_views_between_forward_and_backward_are_not_copied() -> None:
         assert made == len(pair.backend.graphs) // 2  # of a gradient: that of the second operand
 
 
+def test_a_transposed_input_is_read_in_the_order_of_its_memory() -> None:
+    backend = Backend()
+    compiled = torch.compile(lambda x, y: torch.mm(x.tanh(), y), backend=backend)
+    x, y = torch.randn(5, 4).t(), torch.randn(5, 3)
+    torch.testing.assert_close(compiled(x, y), torch.mm(x.tanh(), y))
+    assert not in_torch(backend)
+    (segment,) = backend.graphs[0].division.segments
+    shapes = [each.type.tensor_type.shape.dim for each in segment.lowered.model.graph.input]
+    assert [[size.dim_value for size in shape] for shape in shapes] == [[5, 4], [5, 3]]
+
+
 def test_torch_runs_large_convolutions_and_ort_small_ones() -> None:
     small = Pair(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
     small.compare(torch.randn(2, 3, 8, 8, requires_grad=True))

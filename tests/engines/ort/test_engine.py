@@ -604,4 +604,4 @@ def test_the_models_of_segments_that_were_divided_again_are_saved(
     models = map(onnx.load, tmp_path.glob("net_0_forward_*.onnx"))
     written = {node.op_type for model in models for node in model.graph.node}
     assert written
-    assert "Tanh" not in written
+    assert not {"Tanh", "Sin"} & written
