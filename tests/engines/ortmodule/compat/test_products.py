@@ -118,6 +118,6 @@ def test_they_are_right_in_bf16(ort: TrainingRuntime, name: str) -> None:
 
 
 def test_inner_of_more_dimensions_says_what_to_do(ort: TrainingRuntime) -> None:
-    net = ortlab.wrap(Net(torch.inner, (2, 3, 6)), cache=False)
+    net = ortlab.wrap(Net(torch.inner, (2, 3, 6)), engine="ortmodule", cache=False)
     with pytest.raises(RuntimeError, match="more than 2 dimensions; use einsum"):
         net(torch.randn(4, 6))
