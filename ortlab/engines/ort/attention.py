@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from types import FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import fx
 
 _OPERATOR = torch.nn.functional.scaled_dot_product_attention
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
@@ -73,18 +72,5 @@ def _with_attention(function: Any) -> Any:
     return made
 
 
-_REPLACED = {_OPERATOR: attention, _MULTI_HEAD: _with_attention(_MULTI_HEAD)}
-
-
-def replace_attention(module: torch.nn.Module) -> None:
-    """Let a graph of Dynamo call `attention`, also in graphs that it contains.
-
-    Args:
-        module: Graph that Dynamo captured; it is changed.
-    """
-    for child in module.modules():
-        if isinstance(child, fx.GraphModule):
-            for node in child.graph.nodes:
-                if node.op == "call_function" and node.target in _REPLACED:
-                    node.target = _REPLACED[node.target]
-            child.recompile()
+REPLACED: Final = {_OPERATOR: attention, _MULTI_HEAD: _with_attention(_MULTI_HEAD)}
+"""Replacements of torch's functions in graphs of Dynamo."""

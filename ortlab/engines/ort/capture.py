@@ -18,8 +18,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ort import draws
-from ortlab.engines.ort.attention import replace_attention
+from ortlab.engines.ort import attention, draws, recurrence
 from ortlab.engines.ort.lowering.graph import RULES
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
 from ortlab.engines.ort.session import SILENT, unavailable
@@ -157,7 +156,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             raise ValueError(f"backend 'ortlab' has no option {', '.join(map(repr, options))}")
         if (reason := unavailable()) is not None:
             raise EngineUnavailable(reason)
-        replace_attention(module)
+        _replace_functions(module)
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=self._compiler("forward"),
             bw_compiler=self._compiler("backward"),
@@ -206,6 +205,17 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
                 write_private(path, segment.lowered.model.SerializeToString())
             except OSError as error:
                 warn_once.say(str(path), f"not written: {error}")
+
+
+def _replace_functions(module: fx.GraphModule) -> None:
+    """Let a graph of Dynamo, and graphs that it contains, call functions that ORT can run."""
+    replaced: dict[Any, Callable[..., Any]] = {**attention.REPLACED, **recurrence.REPLACED}
+    for child in module.modules():
+        if isinstance(child, fx.GraphModule):
+            for node in child.graph.nodes:
+                if node.op == "call_function" and node.target in replaced:
+                    node.target = replaced[node.target]
+            child.recompile()
 
 
 def _donate_nothing() -> None:

@@ -92,6 +92,26 @@ def tokens(rows: int, length: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(rows) % 2}
 
 
+# Recurrent layers
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "projected LSTM", "RNN with ReLU"])
+def test_recurrent_layers_with_the_dropout_between_them(kind: str, batch_first: bool) -> None:
+    """The input has no gradient, for which torch would take another LSTM."""
+    options: dict[str, Any] = {
+        "projected LSTM": {"proj_size": 2},
+        "RNN with ReLU": {"nonlinearity": "relu"},
+    }.get(kind, {})
+    torch.manual_seed(3)
+    layer = {"RNN with ReLU": nn.RNN, "projected LSTM": nn.LSTM}.get(kind) or getattr(nn, kind)
+    pair = Pair(layer(3, 4, 3, dropout=0.3, bidirectional=True, batch_first=batch_first, **options))
+    with torch._dynamo.config.patch(allow_rnn=True):
+        losses = [pair.compare(torch.ones(5, 2, 3), seed=seed) for seed in (0, 1)]
+    assert losses[0] != pytest.approx(losses[1])
+    assert not in_torch(pair.backend)
+
+
 # Sizes
 
 
