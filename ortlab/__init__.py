@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ortlab import data, hf, optim
     from ortlab.api import (
+        check,
         check_setup,
         compare_runs,
         device,
@@ -49,6 +50,7 @@ __all__ = [
     "ORTTrainer",
     "ORTTrainerOptions",
     "__version__",
+    "check",
     "check_setup",
     "compare_runs",
     "data",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ortlab.deploy.torchrun_script import Script
     from ortlab.engines.base import LossFunction
     from ortlab.engines.doctor import Fact
+    from ortlab.engines.step_check import StepCheck
     from ortlab.graph.capture import Graphs
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -141,6 +142,35 @@ def models() -> Table[wrapped_models.ModelRow]:
     be checked, and the models that ``%%ort`` did not wrap, with the reasons.
     """
     return session.wrapped.table()
+
+
+@brief
+def check(model: nn.Module) -> StepCheck:
+    """Compare the next call of a wrapped model with eager torch: one whole step, in any loop.
+
+    The call is made in ORT, in eager torch and in eager torch with float64, with the same weights
+    and random numbers; gradients are those of all outputs, weighted at random. Weights, ``.grad``,
+    buffers and random states do not change. With engine ``"ort"``, an operator whose result is
+    wrong runs in torch from then on. With engine ``"ortmodule"``, dropout is off. A call under
+    ``torch.no_grad()`` is compared without gradients.
+
+    Args:
+        model: A model wrapped in engine ``"ort"`` or ``"ortmodule"``, or one that a run trains
+            with them in this process.
+
+    Returns:
+        The check: ``check.passed``, ``check.verdict`` and ``check.differences`` once the call is
+        made, and ``check.wait()`` for a run in the background.
+
+    Raises:
+        ValueError: If the model does not run in ORT.
+
+    Example:
+        >>> check = ortlab.check(model)
+        >>> loss = model(x).sum()
+        >>> check
+    """
+    return session.check(model)
 
 
 @brief

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ortlab.engines import wrapped_models
-from ortlab.engines.base import tell
+from ortlab.engines.base import tell, wrapped_model
 from ortlab.engines.registry import engine as engine_called
+from ortlab.engines.step_check import StepCheck
 from ortlab.settings import (
     EngineSettings,
     FinetuneSettings,
@@ -91,6 +92,27 @@ class ModelReports:
         found = profiler.profile(module, batch, chosen.steps, notes)
         self._measured.setdefault(module, {})["time"] = found.overlay
         return found
+
+    def check(self, model: nn.Module) -> StepCheck:
+        """See `ortlab.api.check`."""
+        module = wrapped_models.check_model("the first argument", model)
+        record = wrapped_model(module)
+        run = self._registry.training(module)
+        if record is None and run is not None:
+            used = self._registry.wrapped_by(run)
+            record = wrapped_model(used.get(run.current_settings.model.engine))
+        name = type(module).__name__
+        if record is None:
+            raise ValueError(
+                f"this {name} does not run in ORT, so there is nothing to compare; wrap it: %%ort, "
+                "or ortlab.wrap(model)"
+            )
+        report = record.report()
+        if report.engine_used == "eager":
+            raise ValueError(f"this {name} already runs in eager torch: {report.fallback_reason}")
+        check = StepCheck(type(record.module).__name__)
+        record.check_next(check)
+        return check
 
     def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
         """See `ortlab.api.graphs`."""
@@ -523,6 +545,10 @@ class Session:
     def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
         """See `ortlab.api.profile`."""
         return self._reports.profile(model, batch, **settings)
+
+    def check(self, model: nn.Module) -> StepCheck:
+        """See `ortlab.api.check`."""
+        return self._reports.check(model)
 
     def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
         """See `ortlab.api.graphs`."""

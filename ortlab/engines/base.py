@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ortlab.engines.step_check import StepCheck
     from ortlab.settings import FinetuneSettings
     from ortlab.utils.process_memory import Memory
 
@@ -367,6 +368,14 @@ class WrappedModel(Protocol):
 
         Args:
             seed: New seed.
+        """
+        ...
+
+    def check_next(self, check: StepCheck) -> None:
+        """Compare the next call with eager torch, whatever ``self_check`` says.
+
+        Args:
+            check: Check that gets the result.
         """
         ...
 

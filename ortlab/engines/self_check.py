@@ -24,6 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.batch import tensors
+from ortlab.engines.step_check import Difference
 from ortlab.engines.torch import autograd
 from ortlab.engines.torchscript import undifferentiated
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
@@ -461,9 +462,8 @@ def rounding(
         other: Results of the engine.
         run: Function that calls a copy of the module in eager torch, and returns the results.
     """
-    doubled = in_double(module, *call)
-    exact = doubled and attempted(run, *doubled)
-    if not exact:
+    exact = exact_results(module, call, run)
+    if exact is None:
         return ""
     if is_rounding(reference, other, exact):
         return AS_CLOSE
@@ -471,6 +471,59 @@ def rounding(
     if is_at_a_kink(exact, other, filter(None, moved)):
         return "as close as eager torch with parameters changed by a few rounding errors"
     return ""
+
+
+def exact_results(
+    module: nn.Module,
+    call: Call,
+    run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Observed],
+) -> Observed | None:
+    """Return the results of a call in double precision; None if it cannot be made.
+
+    Args:
+        module: Module that was called.
+        call: Arguments of the call.
+        run: Function that calls a copy of the module in eager torch, and returns the results.
+    """
+    doubled = in_double(module, *call)
+    return attempted(run, *doubled) if doubled else None
+
+
+def differences(
+    reference: Observed, other: Observed, exact: Observed | None
+) -> tuple[Difference, ...]:
+    """Return the largest differences between a run and eager torch, by kind of tensor.
+
+    Args:
+        reference: Results of eager torch.
+        other: Results of the engine.
+        exact: Results of eager torch in double precision, if known.
+    """
+    if len(reference.outputs) != len(other.outputs):
+        return ()
+    of_ort: dict[str, float] = {}
+    of_eager: dict[str, float] = {}
+    if exact is not None and len(exact.outputs) == len(other.outputs):
+        exact = _in_double(exact)
+        for worst, each in ((of_ort, other), (of_eager, reference)):
+            for kind, found in _all_errors(exact, _in_double(each)).items():
+                worst[kind] = max(found.values(), default=0.0)
+    rows = []
+    for kind, found in _all_errors(reference, other).items():
+        if found:
+            name = max(found, key=lambda each: found[each])
+            largest = found[name]
+            rows.append(
+                Difference(
+                    kind=f"{kind}s",
+                    count=len(found),
+                    largest=largest,
+                    name=name if largest else "",
+                    of_ort=of_ort.get(kind),
+                    of_eager=of_eager.get(kind),
+                )
+            )
+    return tuple(rows)
 
 
 def attempted(run: Callable[..., Observed], *call: Any) -> Observed | None:

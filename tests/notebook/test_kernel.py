@@ -17,6 +17,7 @@ from ortlab.cluster.rank import footprint
 from ortlab.history.run_folder import RunFolder
 from tests.bench.ending import ENDS, measured
 from tests.support.jupyter_kernel import Kernel
+from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S
 
 PRELUDE = """
@@ -51,6 +52,19 @@ def test_a_cell_that_awaits_is_wrapped_at_its_end(kernel: Kernel) -> None:
     )
     assert cell.text == "model runs on engine 'compile'\n"
     assert [data["text/plain"] for data in cell.shown] == ["'value'"]
+
+
+def test_a_check_becomes_a_table_in_its_place(kernel: Kernel) -> None:
+    needs("ort")
+    kernel("model = ortlab.wrap(nn.Linear(4, 2), engine='ort')")
+    waiting = kernel("%ort check model")
+    (first,) = [content for kind, content in waiting.outputs if kind == "display_data"]
+    assert "waiting: " in first["data"]["text/plain"]
+    done = kernel("model(torch.randn(3, 4)).sum().backward()")
+    (second,) = [content for kind, content in done.outputs if kind == "update_display_data"]
+    assert second["transient"] == first["transient"]
+    assert "right: 1 outputs within " in second["data"]["text/plain"]
+    assert "<table>" in second["data"]["text/html"]
 
 
 def test_an_error_in_one_line_fails_the_cell(kernel: Kernel) -> None:

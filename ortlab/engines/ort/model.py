@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,12 +26,16 @@ from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import SILENT
 from ortlab.engines.self_check import (
+    Call,
     Observed,
     SelfCheckFailed,
     compare,
+    differences,
+    exact_results,
     observe,
     rounding,
 )
+from ortlab.engines.step_check import Difference, StepCheck
 from ortlab.engines.torchscript.isolation import inputs_kept
 from ortlab.settings import EngineSettings
 from ortlab.utils.errors import Concise
@@ -119,6 +124,7 @@ class OrtModel:
         self._fallback: str | None = None
         self._notes: list[str] = []
         self._log = CompileLog(self._notes.append)
+        self._asked: deque[StepCheck] = deque()
         self._remarks: list[str] = []
         self._last_call: CallSignature | None = None
 
@@ -151,8 +157,9 @@ class OrtModel:
 
     def _checked_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fallback is not None:
+            self._answer(self._fallback, passed=False)
             return self._run(args, kwargs)
-        if self._checked is None and self.settings.self_check:
+        if self._asked or (self._checked is None and self.settings.self_check):
             self._check(args, kwargs)  # before the call, which then starts from the same state
         self._before = None
         outputs = self._run(args, kwargs)
@@ -231,10 +238,12 @@ class OrtModel:
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         reference = self._observed(self._eager, args, kwargs)
+        before = len(self._remarks)
         right = True
         for _ in range(_MOST_MOVES):
             found = self._observed(self._run, args, kwargs)
             if self._fallback is not None:
+                self._answer(self._fallback, passed=False)
                 return True
             try:
                 verdict: object = compare(reference, found, low_precision=_is_low(self.module))
@@ -251,11 +260,29 @@ class OrtModel:
                 if why := rounding(self.module, call, reference, found, self._of_copy):
                     verdict = f"{why}; {error}"
                 else:
+                    self._answer(str(error), call, (reference, found), passed=False)
                     return self._wrong(error)
             shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
             self._notes.append(f"checked on {shapes}: {verdict}")
+            told = "; ".join([f"{verdict}, for inputs of shape {shapes}", *self._remarks[before:]])
+            self._answer(told, (args, kwargs), (reference, found), passed=True)
             return right
         raise AssertionError("every check found another operator")
+
+    def _answer(
+        self,
+        verdict: str,
+        call: Call = ((), {}),
+        results: tuple[Observed, Observed] | None = None,
+        *,
+        passed: bool,
+    ) -> None:
+        """Give the result of a comparison to the checks that the user has asked for."""
+        rows: tuple[Difference, ...] = ()
+        if self._asked and results:
+            rows = differences(*results, exact_results(self.module, call, self._of_copy))
+        while self._asked:
+            self._asked.popleft().finish(passed, verdict, rows)
 
     def _wrong(self, error: SelfCheckFailed) -> bool:
         reason = f"its results would differ from eager torch: {error}"
@@ -333,6 +360,10 @@ class OrtModel:
 
     def reseed(self, seed: int) -> None:
         """See `WrappedModel.reseed`: all random numbers are torch's."""
+
+    def check_next(self, check: StepCheck) -> None:
+        """See `WrappedModel.check_next`."""
+        self._asked.append(check)
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """See `WrappedModel.example`; of the last call that made a graph."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -46,11 +47,14 @@ from ortlab.engines.self_check import (
     attempted,
     compare,
     depends_on_seed,
+    differences,
+    exact_results,
     is_rounding,
     observe,
     parts_of,
     rounding,
 )
+from ortlab.engines.step_check import Difference, StepCheck
 from ortlab.engines.torch.stepper import autocast_for
 from ortlab.engines.torchscript.decisions import OtherDecision
 from ortlab.engines.torchscript.isolation import NoDropout, NotInGraph, inputs_kept, undisturbed
@@ -109,6 +113,7 @@ class GraphDispatcher:
         self.take_over: TakeOver | None = None
         """Wraps the module in another engine if ORTModule refuses it; None for no other engine."""
         self._successor: nn.Module | None = None
+        self._demanded: deque[StepCheck] = deque()
         self.last_call: CallSignature | None = None
         """Form of the last call's arguments, without their data; None before a call."""
         # A cell can call a model during a run, and a check restores buffers and random states.
@@ -138,6 +143,13 @@ class GraphDispatcher:
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """See `WrappedModel.example`."""
         return None if self.last_call is None else self.last_call.placeholders()
+
+    def check_next(self, check: StepCheck) -> None:
+        """See `WrappedModel.check_next`."""
+        if self._successor is None:
+            self._demanded.append(check)
+        else:
+            _record(self._successor).check_next(check)
 
     def configure(self, settings: EngineSettings) -> None:
         """Apply settings from the next call on; if ORT's options differ, calls get a new export.
@@ -298,10 +310,8 @@ class GraphDispatcher:
             try:
                 options.check(lowered)
             except ValueError as error:
-                reason = f"torch.autocast in bfloat16: {error}"
-                if self._may_leave():
-                    return self._fall_back(reason, args, kwargs)
-                raise ExportFailed(reason) from None
+                refused = ExportFailed(f"torch.autocast in bfloat16: {error}")
+                return self._leave(refused, args, kwargs)
             self._use(lowered)
         with torch.autocast("cpu", enabled=False):
             outputs = self._forward(args, kwargs)
@@ -334,7 +344,7 @@ class GraphDispatcher:
         for served in kind.fitting(shapes):
             try:
                 served.recompute(self._plans)
-                if shapes in served.shapes and not served.again:
+                if shapes in served.shapes and not served.again and not self._demanded:
                     outputs = served.run(args, kwargs, dropout=dropout)
                 else:
                     outputs = self._first(served, key, shapes, args, kwargs, dropout=dropout)
@@ -348,13 +358,11 @@ class GraphDispatcher:
         try:
             return self._first(None, key, shapes, args, kwargs, why=why, dropout=dropout)
         except OtherDecision as other:
-            reason = (
+            refused = ExportFailed(
                 f"forward decides by random numbers at {place(*other.place)}, which ORT draws "
                 "differently; use engine='eager'"
             )
-            if self._may_leave():
-                return self._fall_back(reason, args, kwargs)
-            raise ExportFailed(reason) from None
+            return self._leave(refused, args, kwargs)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -470,9 +478,7 @@ class GraphDispatcher:
                 served = self._make(args, kwargs, why, checked=False)
                 self._keep(served.export)
         except (ExportFailed, NotInGraph, SelfCheckFailed) as error:
-            if not self._may_leave():
-                raise
-            return self._fall_back(str(error), args, kwargs)
+            return self._leave(error, args, kwargs)
         if len(served.shapes) >= _MOST_SHAPES:
             served.shapes.clear()
         served.shapes_met += shapes not in served.shapes
@@ -480,14 +486,21 @@ class GraphDispatcher:
         served.buckets.add(bucket(shapes))
         return served.run(args, kwargs, dropout=dropout)
 
-    def _may_leave(self) -> bool:
-        """Return True if another engine takes over what ORTModule refuses, or eager torch may."""
+    def _leave(self, refused: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run this call and later ones in the engine that takes over, or else in eager torch.
+
+        Raises:
+            Exception: The refusal itself, if neither may run the model.
+        """
+        reason = str(refused)
         if self.take_over is not None:
             self._successor = self.take_over(self.module, self._asked)
-        return self._successor is not None or self._asked.fallback
-
-    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call outside ORTModule, and later calls, too, for `reason`."""
+        if self._successor is None:
+            self._answer(reason, passed=False)
+            if not self._asked.fallback:
+                raise refused from refused.__cause__
+        while self._demanded:
+            self.check_next(self._demanded.popleft())
         outputs = self._eagerly(args, kwargs)
         # After the call, so that attributes set by forward do not count as an edit of the model.
         self._fallback = (self._guard.key(), reason)
@@ -647,6 +660,8 @@ class GraphDispatcher:
         is checked. Otherwise the first three shapes are checked, then the first of every bucket of
         sizes (rounded up to powers of two), up to sixteen checks in a run.
         """
+        if self._demanded:
+            return True
         if not self.settings.self_check:
             return False
         if served is None or not served.checked or served.again:
@@ -670,7 +685,8 @@ class GraphDispatcher:
         started, exported_s = time.perf_counter(), self._export_s
         known = served is not None and self._kind(args, kwargs)[1] in served.shapes
         try:
-            return self._check(served, args, kwargs, why, part=served is None or known)
+            part = (served is None or known) and not self._demanded
+            return self._check(served, args, kwargs, why, part=part)
         except (ExportFailed, SelfCheckFailed) as error:
             if served is None or not served.checked:
                 raise
@@ -734,7 +750,8 @@ class GraphDispatcher:
                 f"forward sets {names}: ORT's graph does not, and uses the values of its export"
             )
         if reference.drew and self._random(reference, *call):
-            self._remark("not checked: forward draws random numbers besides dropout")
+            self._remark(undrawn := "not checked: forward draws random numbers besides dropout")
+            self._answer(undrawn, passed=False)
             served.again = False
         else:
             try:
@@ -865,6 +882,12 @@ class GraphDispatcher:
                 ) from None
         shapes = ", ".join(str(list(value.shape)) for value in given)
         self._note(f"checked on {shapes}: {verdict}")
+        if self._demanded:
+            exact = None
+            if not low_precision:
+                exact = exact_results(self.module, (args, kwargs), self._in_eager)
+            rows = differences(reference, observed, exact)
+            self._answer(f"{verdict}, for inputs of shape {shapes}", rows, passed=True)
 
     def _with_plain_attention(
         self,
@@ -903,20 +926,26 @@ class GraphDispatcher:
         parameters perturbed by a few rounding errors. With bfloat16 products, both ORT and torch
         under autocast are compared with single precision.
         """
-
-        def eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
-            with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
-                return _observed(
-                    functools.partial(module, *args, **kwargs),
-                    module,
-                    inputs=_differentiable(tensors([args, kwargs])),
-                    gradients=torch.is_grad_enabled(),
-                )
-
         if self.settings.precision != "fp32":
-            lowered = attempted(eager, self.module, args, kwargs)
+            lowered = attempted(self._in_eager, self.module, args, kwargs)
             return AS_CLOSE if lowered and is_rounding(lowered, observed, reference) else ""
-        return rounding(self.module, (args, kwargs), reference, observed, eager)
+        return rounding(self.module, (args, kwargs), reference, observed, self._in_eager)
+
+    def _in_eager(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Observed:
+        with NoDropout(), autocast_for(self.settings.precision, torch.device("cpu")):
+            return _observed(
+                functools.partial(module, *args, **kwargs),
+                module,
+                inputs=_differentiable(tensors([args, kwargs])),
+                gradients=torch.is_grad_enabled(),
+            )
+
+    def _answer(self, verdict: str, rows: tuple[Difference, ...] = (), *, passed: bool) -> None:
+        """Give the result of a comparison to the checks that the user has asked for."""
+        while self._demanded:
+            self._demanded.popleft().finish(passed, verdict, rows)
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
         way_out = "use engine='eager'"

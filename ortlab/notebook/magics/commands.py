@@ -82,6 +82,13 @@ COMMANDS = {
             besides=tuple(TuneSettings.besides().values()),
         ),
         Command(
+            "check",
+            "Compare the next call of a model with eager torch: outputs, gradients and buffers.",
+            "The line below the cell becomes a table once the call is made, in a loop of your own "
+            "or in a run. `check = %ort check model` gives check.passed and check.differences.",
+            (Positional("model", "wrapped", "a wrapped model"),),
+        ),
+        Command(
             "graph",
             "Show the graphs that ORT built of a model.",
             "A notebook shows forward and gradient side by side, with an outline of the modules. "

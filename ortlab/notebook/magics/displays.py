@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +16,7 @@ from ortlab.session import session
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from ortlab.engines.step_check import StepCheck
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.history.comparison import RunComparison
@@ -50,6 +53,7 @@ class Displays:
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
             ("ortlab.graph.recompute_plans", "RecomputePlans"): _display_plans,
+            ("ortlab.engines.step_check", "StepCheck"): _display_check,
         }
 
     def register(self) -> None:
@@ -160,3 +164,16 @@ def _display_plans(plans: RecomputePlans) -> None:
     from ortlab.notebook.views import recompute_view  # heavy: torch
 
     publish_display_data(recompute_view.show(plans))  # type: ignore[no-untyped-call]
+
+
+def _display_check(check: StepCheck) -> None:
+    """Display a check, and its result in the same place once there is one."""
+    shown = uuid.uuid4().hex
+
+    def publish(*, update: bool) -> None:
+        data = {"text/plain": repr(check), "text/html": check._repr_html_()}
+        publish_display_data(data, transient={"display_id": shown}, update=update)  # type: ignore[no-untyped-call]
+
+    publish(update=False)
+    if not check.done:
+        check.when_done(functools.partial(publish, update=True))

@@ -12,6 +12,7 @@ from ortlab.session import session
 from ortlab.settings import EngineSettings, RecomputeSettings
 
 if TYPE_CHECKING:
+    from ortlab.engines.step_check import StepCheck
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -53,6 +54,10 @@ class ModelCommands:
             original = session.wrapped.unwrap(model)
             if line := session.wrapped.still_wrapped(model, original):
                 print(line)
+
+    def check(self, given: ParsedCommand) -> StepCheck:
+        """Return a check of the next call of a model."""
+        return session.check(self._variables.model(given.words["model"]))
 
     def graph(self, given: ParsedCommand) -> Graphs | Stage | Table[tuple[str, int, int]]:
         """Return the graphs of a model, one of them, or the difference between two."""

@@ -27,6 +27,7 @@ from ortlab.engines.ort.model import CaptureFailed
 from ortlab.engines.registry import engine
 from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings
+from tests.support.waiting import HANGS_S, until
 from tests.support.worker_runs import losses as losses_of
 
 aten = torch.ops.aten
@@ -281,6 +282,80 @@ def test_a_difference_that_no_operator_explains_falls_back(
     strict, _ = pair(Net(), fallback=False)
     with pytest.raises(SelfCheckFailed, match="use engine='eager'"):
         strict(3 * torch.randn(4, 6))
+
+
+# The check that a user asks for
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_a_check_compares_the_next_call_and_leaves_no_trace(self_check: bool) -> None:
+    wrapped, reference = pair(Net(), self_check=self_check)
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    made = ortlab.check(wrapped)
+    assert made.passed is None
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    assert made.passed
+    assert made.verdict.endswith(", for inputs of shape [4, 6]")
+    assert [(row.kind, row.count) for row in made.differences] == [("outputs", 1), ("gradients", 4)]
+    for row in made.differences:
+        for error in (row.largest, row.of_ort, row.of_eager):
+            assert error is not None
+            assert error < 1e-5
+    with torch.no_grad():
+        without = ortlab.check(wrapped)
+        wrapped(torch.randn(4, 6))
+    assert [row.kind for row in without.differences] == ["outputs"]
+
+
+def test_a_check_moves_a_wrong_operator_to_torch(wrong_tanh: None) -> None:
+    wrapped, reference = pair(Net(), self_check=False)
+    wrapped(3 * torch.randn(4, 6))
+    made = ortlab.check(wrapped)
+    assert_equal(wrapped, reference, 3 * torch.randn(4, 6))
+    assert made.passed
+    assert "aten.tanh at test_engine.py:" in made.verdict
+    assert "runs in torch: ORT's result was off by" in made.verdict
+
+
+def test_a_check_says_what_is_wrong(wrong_tanh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "mended", lambda inputs: [])
+    wrapped, _ = pair(Net(), self_check=False, fallback=True)
+    made = ortlab.check(wrapped)
+    wrapped(3 * torch.randn(4, 6))
+    assert made.passed is False
+    outputs = made.differences[0]
+    assert outputs.largest > 0.01
+    assert outputs.of_ort is not None
+    assert outputs.of_eager is not None
+    assert outputs.of_ort > 0.01 > 1e-5 > outputs.of_eager
+    with pytest.raises(ValueError, match="already runs in eager torch: its results would differ"):
+        ortlab.check(wrapped)
+
+
+def test_a_check_waits_for_a_call_that_succeeds() -> None:
+    wrapped, reference = pair(Broken())
+    made = ortlab.check(wrapped)
+    with pytest.raises(ValueError, match="three rows"):
+        wrapped(torch.randn(3, 6))
+    assert made.passed is None
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    assert made.passed
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_check_in_a_run(is_wrapped: bool) -> None:
+    model = pair(Net())[0] if is_wrapped else Net()
+    data = [(torch.randn(8, 6), torch.randint(0, 4, (8,))) for _ in range(4)]
+    run = ortlab.finetune(
+        model, data, loss="cross_entropy", engine="ort", device="cpu", num_train_epochs=100_000
+    )
+    until(lambda: run.step >= 2)
+    made = ortlab.check(model)
+    assert made.wait(HANGS_S)
+    run.stop()
+    assert run.wait_over(HANGS_S)
+    assert made.passed
+    assert [row.kind for row in made.differences] == ["outputs", "gradients"]
 
 
 # What it reports

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+import ortlab
 from ortlab.engines.base import Report, progress
 from ortlab.engines.ortmodule.engine import OrtModuleEngine, execution_of
 from ortlab.engines.ortmodule.export_pool import ExportFailed
@@ -624,6 +625,25 @@ def test_the_second_batch_is_checked_too(ort: OrtModuleEngine, rows: int) -> Non
     for factor, checks in ((1.0, 1), (float("nan"), 1), (1.0, 2), (1.0, 2)):
         fitting(factor * torch.randn(rows, 3))
         assert _checks(ort.report(fitting)) == checks, "what is not finite tells nothing"
+
+
+def test_a_check_that_is_asked_for_compares_the_next_call(ort: OrtModuleEngine) -> None:
+    wrapped = _wrap(ort, LogOfSigmoid(), self_check=False)
+    wrapped(torch.randn(4, 3))
+    right = ortlab.check(wrapped)
+    wrapped(torch.randn(4, 3))
+    assert right.passed
+    assert right.verdict.endswith(", for inputs of shape [4, 3]")
+    assert [(row.kind, row.count) for row in right.differences] == [
+        ("outputs", 1),
+        ("gradients", 1),
+    ]
+    assert all(row.of_ort is not None for row in right.differences)
+    wrong = ortlab.check(wrapped)
+    with pytest.raises(SelfCheckFailed, match="ORT would not train this model correctly"):
+        wrapped(torch.full((4, 3), -30.0))
+    assert wrong.passed is False
+    assert "ORT would not train this model correctly" in wrong.verdict
 
 
 class LogOfTokens(nn.Module):

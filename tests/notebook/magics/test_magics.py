@@ -16,6 +16,7 @@ from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.notebook.magics import completion
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
+from tests.support.needed_engines import needs
 from tests.support.past_runs import kept
 from tests.support.typed_magics import Typist
 from tests.support.waiting import until
@@ -532,6 +533,42 @@ def test_cache_shows_its_size_and_clears(ip: Typist) -> None:
     assert ip("%ort cache").startswith("0 exported graphs")
     assert "'clear'" in ip.refused("%ort cache claer")
     assert ip.completions("%ort cache ") == ["clear"]
+
+
+@pytest.mark.parametrize("engine", ["ort", "ortmodule"])
+def test_check_compares_the_next_call_with_eager_torch(ip: Typist, engine: str) -> None:
+    needs(engine)
+    ip(f"model = Net()\n%ort wrap model --engine {engine}")
+    waiting = "waiting: the next call of Net is compared with eager torch"
+    assert waiting in ip("check = %ort check model\ncheck")
+    ip("model(torch.randn(3, 4)).sum().backward()")
+    found = ip("check")
+    assert "1 outputs " in found
+    assert "4 gradients " in found
+    assert "right: 1 outputs within " in found
+    assert "for inputs of shape [3, 4]" in found
+    assert ip.completions("%ort chec") == ["check", "checkpoint"]
+    assert ip.completions("%ort check ") == ["model"]
+    assert "next call" in ip("%ort check --help")
+    ip("other = Net()")
+    assert "wrap it" in ip.refused("%ort check other")
+
+
+def test_the_table_of_models_shows_graph_breaks_and_operators_in_torch(ip: Typist) -> None:
+    needs("ort")
+    cell = ip.shell.execution_count
+    ip(
+        "class Broken(Net):\n"
+        "    def forward(self, x):\n"
+        "        h = self.inner(x)\n"
+        "        torch._dynamo.graph_break()\n"
+        "        return self.head(torch.special.erfcx(h))\n"
+    )
+    ip("model = Broken()\n%ort wrap model --engine ort\nmodel(torch.randn(3, 4)).sum().backward()")
+    shown = ip("%ort")
+    assert re.search(r"model: ORT \d+\.\d% of the step \(forward and backward\)", shown)
+    assert f"model: graph break at cell {cell}, line 4: User-inserted graph break." in shown
+    assert f"aten.special_erfcx at cell {cell}, line 5 in torch: no rule" in shown
 
 
 @needs_ort
