@@ -66,6 +66,7 @@ OF_AN_ENGINE: Mapping[str, Values] = {
     "compile": IN_TORCH,
     "ortmodule": IN_ORT,
     "ort_fused": IN_ORT,
+    "ort": IN_TORCH,
 }
 ENGINES: Values = {"engine": tuple(OF_AN_ENGINE)}
 SAME_ARITHMETIC = ("arena", "recompute")
