@@ -178,14 +178,19 @@ def test_todays_onnxruntime_takes_a_model_over_that_ortmodule_refuses(with_ort: 
     wrapped = ortlab.wrap(model)
     seen: list[int] = []
     wrapped.register_forward_hook(lambda *_: seen.append(0))
+    check = ortlab.check(wrapped)
     assert_trains_as(wrapped, reference)
     assert (float(model.calls), len(seen)) == (3, 3)
+    assert check.passed
     (row,) = [row for row in ortlab.models() if row.name == "a Counting"]
     assert (row.engine_asked, row.engine_used) == ("auto", "ort")
     refused = "engine 'ortmodule' refuses the model: forward replaces its buffer calls"
     assert (row.fallback_reason or "").startswith(refused)
     with pytest.raises(ValueError, match=f"runs on engine 'ort' and has no graph: {refused}"):
         ortlab.graphs(wrapped)
+    check = ortlab.check(wrapped)
+    assert_trains_as(wrapped, reference)
+    assert check.passed
     for again in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         assert_trains_as(again, copy.deepcopy(reference))
 
