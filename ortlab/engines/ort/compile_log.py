@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from pathlib import Path
 from traceback import FrameSummary
+from types import TracebackType
 from typing import Any, Final
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import (
     get_compilation_metrics,
@@ -62,18 +65,37 @@ class CompileLog:
         self._breaks: dict[str, None] = {}
         self._again: dict[str, list[str]] = {}
         self._skipped: dict[str, str] = {}
+        self._told: dict[str, str] = {}
 
     def __enter__(self) -> None:
         if _name_of_the_call not in (get_hook_for_recompile_user_context() or ()):
             register_hook_for_recompile_user_context(_name_of_the_call)
         self._tokens.append(_current.set(self))
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         _current.reset(self._tokens.pop())
         if kind is not None and issubclass(kind, TorchDynamoException):
             self._last = next(reversed(get_compilation_metrics()), None)  # the caller tells it
         else:
             self._read()
+        self._retry_skipped(trace)
+        for place, why in self._skipped.items():
+            if self._told.get(place) != why:
+                self._note(f"{place} runs in eager torch: {why}")
+        self._told = dict(self._skipped)
+
+    def _retry_skipped(self, trace: TracebackType | None) -> None:
+        """Let torch compile the code again that it skips since the model raised an error in it."""
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if self._skipped.pop(_place(code.co_filename, code.co_firstlineno), None):
+                reset_code(code)
+            trace = trace.tb_next
 
     @property
     def why_nothing_ran(self) -> str:
@@ -138,7 +160,6 @@ class CompileLog:
                     file, line = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno
                     why = f"graph break {_at(_place(file, line))}: {why}"
             self._skipped[place] = why
-            self._note(f"{place} runs in eager torch: {why}")
             return
         if again:
             self._again.setdefault(place, []).append(again)
@@ -154,6 +175,15 @@ class CompileLog:
 
 
 _current: ContextVar[CompileLog | None] = ContextVar("compile_log", default=None)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Return False for a warning that torch prints of a call in a log, which tells the reason."""
+    return record.levelno < logging.WARNING or _current.get() is None
+
+
+for _module in (torch._dynamo.convert_frame, torch._dynamo.exc, torch._subclasses.fake_tensor):
+    logging.getLogger(_module.__name__).addFilter(_is_of_others)
 
 
 def _name_of_the_call() -> str:

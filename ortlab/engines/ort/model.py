@@ -57,10 +57,20 @@ _CAPTURES: Final[dict[str, Any]] = {
 }
 """Options of Dynamo that capture selections by a mask and ``item()``."""
 
+_PARTS: Final[dict[str, Any]] = {"suppress_errors": True}
+"""Options of Dynamo after a failed capture: code that it cannot capture runs in eager torch."""
+
 _SEVERITIES: Final = {
     "verbose": 0, "devinfo": 1, "info": 1, "warning": 2, "error": SILENT, "fatal": SILENT
 }  # fmt: skip
 """ORT's severities by the names of the setting `log_level`."""
+
+_OF_CAPTURE: Final = (
+    "torch._dynamo.convert_frame",
+    "torch._functorch._aot_autograd.",
+    "ortlab.engines.ort.",
+)
+"""Modules that raise errors of a capture; eager torch calls none of them."""
 
 _MOST_MOVES: Final = 20
 _MOST_LINES: Final = 3
@@ -189,7 +199,9 @@ class OrtModel:
         try:
             with self._options, self._log:
                 outputs = self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if not _is_of_capture(error):
+                raise
             return self._captured_otherwise(error, args, kwargs)
         now, now_s = self._executed()
         if len(self._backend.graphs) > compiled:
@@ -204,9 +216,20 @@ class OrtModel:
     def _captured_otherwise(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Try again without Dynamo's options, whose capture has limits; else run in eager torch."""
+        """Try again to capture less of the model; if that fails, too, run it in eager torch.
+
+        An error that the model raises in eager torch, too, is raised as it is there, and the next
+        call is captured as if this one had not been.
+        """
+        before = self._before or _Before.of(self.module)
+        before.give_back()
+        try:
+            self._forward(*args, **kwargs)
+        except Exception as own:
+            raise own from None
+        before.give_back()
         if self._captures:
-            self._options, self._captures = torch._dynamo.config.patch(_LIMITS), False
+            self._options, self._captures = torch._dynamo.config.patch({**_LIMITS, **_PARTS}), False
             self._compiled, self._log = self._compile(), CompileLog(self._notes.append)
             return self._run(args, kwargs)
         reason = f"torch cannot capture it ({_first_line(error)})"
@@ -393,6 +416,21 @@ def _lines(lines: Sequence[str]) -> str:
         return ""
     more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
     return f" at {', '.join(lines[:_MOST_LINES])}{more}"
+
+
+def _is_of_capture(error: Exception) -> bool:
+    """Return True if torch's compiler or this engine raised an error, not the model in eager torch.
+
+    Dynamo does not wrap all of its errors, such as a failed assertion of its own.
+    """
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return True
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of `_run`
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith(_OF_CAPTURE):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _first_line(error: BaseException) -> str:

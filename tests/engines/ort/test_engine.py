@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import pickle
 import re
 import threading
@@ -608,13 +609,57 @@ class Broken(nn.Module):
         return made
 
 
-def test_errors_of_forward_are_the_users_own() -> None:
+@pytest.mark.parametrize(
+    ("bad", "kind", "said"),
+    [
+        (torch.randn(3, 6), ValueError, "three rows are too many"),
+        (torch.randn(4, 5), RuntimeError, r"^mat1 and mat2 shapes cannot be multiplied \(4x5 and"),
+        (
+            torch.ones(4, 6, dtype=torch.long),
+            RuntimeError,
+            "mat1 and mat2 must have the same dtype",
+        ),
+        (None, AttributeError, "'NoneType' object has no attribute 'shape'"),
+    ],
+)
+def test_errors_of_forward_are_the_users_own(
+    bad: Any, kind: type[Exception], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after calls in ORT, where the next call runs as before."""
     wrapped, reference = pair(Broken())
-    with pytest.raises(ValueError, match="three rows are too many"):
-        wrapped(torch.randn(3, 6))
-    assert_equal(wrapped, reference, torch.randn(4, 6))
-    with pytest.raises(ValueError, match="three rows are too many"):
-        wrapped(torch.randn(3, 6))
+    for _ in range(2):
+        with pytest.raises(kind, match=said):
+            wrapped(bad)
+        assert_equal(wrapped, reference, torch.randn(4, 6))
+        assert_equal(wrapped, reference, torch.randn(5, 6))
+    found = report(wrapped)
+    assert (found.engine_used, found.fallback_reason) == ("ort", None)
+    assert not [each for each in found.remarks if "in eager torch" in each]
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+class Partly(nn.Module):
+    """A model that Dynamo fails to capture in one method, by an assertion of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(self.net(x), (x > -9).sum())
+
+    def chosen(self, hidden: Tensor, count: Tensor) -> Tensor:
+        assert list(hidden.shape) == [count // 6, 4]
+        return hidden.exp()
+
+
+def test_what_torch_fails_to_capture_runs_in_eager_torch_and_the_rest_in_ort() -> None:
+    wrapped, reference = pair(Partly())
+    for rows in (4, 5):
+        assert_equal(wrapped, reference, torch.randn(rows, 6))
+    found = report(wrapped)
+    assert (found.engine_used, found.fallback_reason) == ("ort", None)
+    assert [each for each in found.remarks if "in eager torch" in each]
 
 
 def test_a_failed_capture_falls_back_or_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
