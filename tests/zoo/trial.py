@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort.model import CaptureFailed, OrtModel
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.self_check import SMALLEST, SelfCheckFailed
+from ortlab.engines.self_check import SMALLEST, Observed, SelfCheckFailed, rounding
 from ortlab.utils.rng import RandomStates
 from tests.zoo import nodes, specs
 from tests.zoo.dropout import DropoutDiffers, Replay
@@ -32,6 +33,9 @@ LEARNING_RATE: Final = 3e-3
 EPSILON: Final = 1e-6
 """BERT's epsilon. AdamW divides a gradient by its size: with 1e-8, a gradient that is zero in exact
 arithmetic, such as that of the last bias before a softmax, becomes a step of rounding noise."""
+
+
+Gradients: TypeAlias = dict[str, Tensor]
 
 
 class Differs(AssertionError):
@@ -92,7 +96,9 @@ class Pair:
         Tolerances are relative: 1e-4 for the loss, and 1e-3 of its norm for a gradient. A
         gradient that is almost zero, such as one that is zero in exact arithmetic, is
         compared with a thousandth of the norm of all gradients. Buffers must agree within
-        1e-4 of their norm.
+        1e-4 of their norm. Engine ``ort`` may also be as close to float64 as eager torch, or as
+        eager torch with parameters that are changed by a few rounding errors: where a ReLU's
+        input is almost 0, they give one of two gradients.
         """
         ours, theirs = self._losses(batch)
         self._hold("loss", "loss_error", _relative(ours, theirs), LOSS_TOLERANCE)
@@ -102,9 +108,13 @@ class Pair:
         if self.replay is None and (nonzero := [name for name in only_ours if found[name].any()]):
             raise Differs(f"gradient of {', '.join(nonzero)} is None in eager torch")
         least = SMALLEST * float(torch.stack([g.norm() for g in wanted.values()]).norm())
-        for name, gradient in wanted.items():
-            error = _relative(found[name], gradient, least)
-            self._hold(f"gradient of {name}", "gradient_error", error, GRADIENT_TOLERANCE)
+        errors = {name: _relative(found[name], wanted[name], least) for name in wanted}
+        worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+        off = not errors[worst] <= GRADIENT_TOLERANCE
+        if off and self.replay is None:
+            off = not self._is_rounding(batch, (theirs, wanted), (ours, found))
+        tolerance = GRADIENT_TOLERANCE if off else math.inf
+        self._hold(f"gradient of {worst}", "gradient_error", errors[worst], tolerance)
         buffers = dict(self.model.named_buffers())
         for name, buffer in self.twin.named_buffers():
             error = _relative(buffers[name].double(), buffer.double())
@@ -129,8 +139,26 @@ class Pair:
         if not sum(losses[-2:]) < sum(losses[:2]):
             raise Differs(f"the loss does not fall: {losses[:2]} first, {losses[-2:]} at last")
 
+    def _is_rounding(self, batch: Mapping[str, Any], *results: tuple[Tensor, Gradients]) -> bool:
+        """Return True if rounding explains how ORT differs from eager torch, the first."""
+
+        def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+            self._states.give_back()
+            loss = _loss(module(*args, **kwargs))
+            return observed(loss, _gradients(module, loss))
+
+        def observed(loss: Tensor, gradients: Gradients) -> Observed:
+            return Observed({"loss": loss.detach()}, gradients, {}, drew=False)
+
+        theirs, ours = itertools.starmap(observed, results)
+        after = RandomStates.now()
+        try:
+            return bool(rounding(self.twin, ((), dict(batch)), theirs, ours, run))
+        finally:
+            after.give_back()
+
     def _losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        states = RandomStates.now()
+        states = self._states = RandomStates.now()
         ours = _loss(self.wrapped(**batch))
         if self.replay is not None:
             self.errors["exports"] = len(self.wrapped.__dict__["_ortlab"].exports())
@@ -158,7 +186,7 @@ def _loss(outputs: Any) -> Tensor:
     return loss
 
 
-def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+def _gradients(module: nn.Module, loss: Tensor) -> Gradients:
     module.zero_grad()
     loss.backward()
     return {
@@ -168,16 +196,7 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _relative(a: Tensor, b: Tensor, least: float = 1e-12) -> float:
-    """Return
-
-    a - b
-
-    /
-
-    b
-
-    , or NaN where either is not finite.
-    """
+    """Return ||a - b|| / ||b||, or NaN where either is not finite."""
     a, b = a.detach().double(), b.detach().double()
     if a.shape != b.shape:
         return math.inf
