@@ -3,25 +3,28 @@
 # make check      for every commit: sets everything up, lints and runs the fast tests, in 5 minutes
 # make test       sets everything up, lints and runs the tests, with a browser where there is one;
 #                 BROWSER=install installs Debian's Chromium when there is none
-# make nightly    the tests that take too long for every change, too
+# make plain      tests the engine 'ort' in a second environment, .venv-plain, with plain onnxruntime
+# make nightly    the tests that take too long for every change, too, and those of `make plain` with
+#                 Python 3.11 and 3.13
 # make lint       ruff, mypy and import-linter
-# make clean      removes what the others made, .venv included
+# make clean      removes what the others made, the environments included
 #
-# PYTHON=python3.13 sets up with another Python (without the engine 'ortmodule'), TORCH_INDEX=URL takes
-# torch from that index. What is in .venv already stays; set-up is done again only where
+# PYTHON=python3.13 sets up with another Python, RUNTIME=cpu, gpu or ortmodule with that ONNX Runtime
+# (ortmodule where that has a wheel, else cpu), TORCH_INDEX=URL takes torch from that index. What is in .venv already stays; set-up is done again only where
 # pyproject.toml or the front end's sources have changed since.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo check test nightly lint clean
+.PHONY: demo check test plain test-plain nightly lint clean
 MAKEFLAGS += --no-print-directory
 
-BIN := .venv/bin
-DONE := .venv/ortlab-setup
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/ortlab-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two files of tests at a time: most wait for processes, browsers and compilers half of their time.
-# tests/support/slow_tests.py says which are the first.
+# tests/support/chosen_tests.py says which are the first.
 TWO_AT_A_TIME := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 FRONT_END := $(shell find ortlab/notebook/js -type f -not -path '*/node_modules/*' 2>/dev/null)
 
@@ -40,10 +43,21 @@ test: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.support.node
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
+plain:
+	@$(MAKE) test-plain VENV=.venv-plain RUNTIME=cpu
+
+# tests/support/chosen_tests.py says which these are.
+PLAIN := plain and not nightly
+test-plain: $(DONE)/test $(DONE)/extension
+	$(BIN)/python -m tests.support.chromium
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -rfE -m '$(PLAIN)'
+
 nightly: $(DONE)/test $(DONE)/extension lint
 	$(BIN)/python -m tests.support.chromium
 	$(BIN)/python -m tests.support.node
 	$(BIN)/python -m pytest -m ''
+	@$(MAKE) plain PLAIN=plain
+	@$(MAKE) test-plain VENV=.venv-3.13 RUNTIME=cpu PYTHON="$$(sh .ci/find-python 3.13)"
 
 lint: $(DONE)/test
 	$(BIN)/ruff check --quiet .
@@ -52,7 +66,7 @@ lint: $(DONE)/test
 	@echo "lint: ruff, mypy and import-linter found nothing"
 
 clean:
-	rm -rf .venv build dist node_modules ortlab/notebook/js/node_modules ortlab/notebook/static
+	rm -rf .venv .venv-plain .venv-3.13 build dist node_modules ortlab/notebook/js/node_modules ortlab/notebook/static
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 
 # One that is there is used as it is. It sees the packages of the Python that it is made from when
@@ -61,8 +75,8 @@ $(DONE)/venv:
 	@test -x $(BIN)/python || { \
 	    python=$${PYTHON:-$$(sh .ci/find-python)}; \
 	    with=; ! "$$python" -c 'import torch' 2>/dev/null || with=--system-site-packages; \
-	    echo "setup: .venv from $$python $$with"; \
-	    "$$python" -m venv $$with .venv && $(PIP) install -qq --upgrade pip; }
+	    echo "setup: $(VENV) from $$python $$with"; \
+	    "$$python" -m venv $$with $(VENV) && $(PIP) install -qq --upgrade pip; }
 	@mkdir -p $(DONE) && touch $@
 
 $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
@@ -70,9 +84,10 @@ $(DONE)/torch.txt: $(DONE)/venv pyproject.toml
 
 $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	@echo "setup: ortlab and what it needs for $(@F), a few minutes when nothing is cached"
-	@$(PIP) install -qq --constraint $(DONE)/torch.txt --editable '.[$(@F)]'
+	@$(PIP) install -qq --constraint $(DONE)/torch.txt \
+	    --editable ".[$(@F),$${RUNTIME:-$$($(BIN)/python .ci/runtime.py)}]"
 	@touch $@
 
 $(DONE)/extension: $(DONE)/torch.txt | $(if $(filter check test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)
-	@$(BIN)/ortlab doctor --build || $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+	@$(BIN)/ortlab doctor --build
 	@touch $@

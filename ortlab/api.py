@@ -376,7 +376,7 @@ def check_setup() -> Table[Finding]:
     return Table(
         findings,
         _FINDING_COLUMNS,
-        notes=[f"ORTModule {'can' if doctor.can_run(findings) else 'cannot'} run here"],
+        notes=[f"ORT {'can' if doctor.can_run(findings) else 'cannot'} train here"],
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.notebook.static_views import drawing
-from tests.support.slow_tests import LONG, SLOW
+from tests.support.chosen_tests import LONG, PLAIN, SLOW
 
 # The libraries read these variables when they are imported, so a fixture would set them too late.
 # The kernels and scripts that tests start inherit them.
@@ -38,10 +38,12 @@ pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in severa
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of `LONG` and `SLOW`, so that `make check` leaves them out."""
+    """Mark what `make check` leaves out, of `LONG` and `SLOW`, and what `make plain` runs."""
     place = item.path.relative_to(Path(__file__).parent).as_posix()
     if place in LONG or place.startswith(SLOW):
         item.add_marker("slow")
+    if f"{place}::{item.name}".startswith(PLAIN):
+        item.add_marker("plain")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seconds that each tutorial took."""
+    """Print the seconds that each tutorial took, and how many tests need onnxruntime-training."""
+    skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]
+    if number := sum("onnxruntime-training" in each for each in skipped):
+        terminalreporter.write_line(f"{number} tests skipped that need onnxruntime-training")
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for name, told in report.user_properties:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.support.binder import PINS, ROOT, pinned, wanted
+from tests.support.binder import EXTRAS, PINS, ROOT, pinned, wanted
 from tests.support.waiting import HANGS_S
 
 REPO2DOCKER = Path(sys.executable).with_name("jupyter-repo2docker")
@@ -55,7 +55,7 @@ def test_its_scripts() -> None:
 
 def test_everything_is_pinned_to_a_version_that_is_allowed() -> None:
     stored = pins()
-    for requirement in wanted("demo"):
+    for requirement in wanted(*EXTRAS):
         version = stored[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), (
             f"{requirement}: run python -m tests.support.binder"
@@ -75,12 +75,12 @@ def test_cpu_builds_alone() -> None:
 
 def test_what_is_needed_by_what_is_needed_is_pinned() -> None:
     """The pins include indirect dependencies, read from the installed metadata."""
-    found = pinned(r for r in wanted("demo") if r.name in ("jupyterlab", "ipywidgets", "nbclient"))
+    found = pinned(r for r in wanted(*EXTRAS) if r.name in ("jupyterlab", "ipywidgets", "nbclient"))
     assert {"jupyter-server", "tornado", "traitlets", "widgetsnbextension"} <= set(found)
     assert set(found) <= set(pins()), "run python -m tests.support.binder"
 
 
 def test_an_extra_of_our_own_is_resolved() -> None:
-    named = {requirement.name for requirement in wanted("demo")}
+    named = {requirement.name for requirement in wanted(*EXTRAS)}
     assert {"jupyterlab", "ipyparallel", "deepspeed"} <= named
     assert "ortlab" not in named

@@ -18,6 +18,7 @@ from PIL import Image
 import ortlab
 from tests.browser import pictures
 from tests.support import reference
+from tests.support.chosen_tests import LONG
 from tests.support.readme import (
     DOCS,
     INDEX,
@@ -31,7 +32,6 @@ from tests.support.readme import (
     stored_tables,
     tables,
 )
-from tests.support.slow_tests import LONG
 
 PACKAGE = ROOT / "ortlab"
 BUILD_HOOK = PACKAGE / "notebook" / "build.py"  # runs in hatch's environment, not in the user's

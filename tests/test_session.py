@@ -394,7 +394,7 @@ def test_the_python_twins_of_wrap_and_unwrap() -> None:
 def test_the_python_twin_of_doctor() -> None:
     table = ortlab.check_setup()
     assert {"Python", "torch"} <= {finding.name for finding in table}
-    assert "ORTModule can" in repr(table)
+    assert "ORT can train here" in repr(table)
     assert ">torch</td>" in table._repr_html_()
 
 

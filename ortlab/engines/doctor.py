@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortlab.engines import runtimes
 from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.registry import refusal
@@ -26,7 +27,9 @@ def checks() -> list[Finding]:
 
     Imports torch and ORT if they are installed. Builds nothing.
     """
-    return [check() for check in CHECKS]
+    if package_version(runtimes.TRAINING) is None:
+        return [check() for check in (*requirements.WITHOUT_ORTMODULE, *CHECKS)]
+    return [check() for check in (*requirements.CHECKS, *CHECKS)]
 
 
 def no_gpu() -> str | None:
@@ -43,7 +46,7 @@ def no_gpu() -> str | None:
 
 
 def can_run(findings: Sequence[Finding]) -> bool:
-    """Return True if ORTModule can run.
+    """Return True if the installed runtime can train.
 
     Args:
         findings: Result of `checks`.
@@ -118,6 +121,23 @@ def _ipyparallel() -> Finding:
     return Finding("ipyparallel", True, version)
 
 
+def _engine_ort() -> Finding:
+    name = "engine ort"
+    if (
+        not runtimes.installed()
+        or import_or_none("torch") is None
+        or import_or_none("onnx") is None
+    ):
+        return Finding(name, None, "needs torch, onnx and onnxruntime")
+    from ortlab.engines.ort.session import unavailable  # heavy: torch
+
+    reason = unavailable()
+    if reason is None:
+        return Finding(name, True, "can run", required=True)
+    found, _, fix = reason.rpartition(": ")
+    return Finding(name, False, found, fix, required=True)
+
+
 def _bundle() -> Finding:
     static = Path(__file__).resolve().parents[1] / "notebook" / "static"
     if any(static.glob("*.js")):
@@ -139,7 +159,7 @@ def _idle_threads() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    *requirements.CHECKS,
+    _engine_ort,
     cuda,
     cuda_provider,
     _idle_threads,

@@ -103,7 +103,7 @@ def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
     in_ort = cast(S, settings.replace(engine=_BEST))
     reason = missing or _refusal(in_ort)
     if reason is None:
-        return in_ort, f"engine auto: {_BEST} runs here with these settings", None
+        return in_ort, f"engine auto: chose {_BEST}, which runs here", None
     model, in_torch = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
     anywhere = cast(S, settings.replace(engine=_ANYWHERE))
     missing_too = _engine(_ANYWHERE).unavailable()

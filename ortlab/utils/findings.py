@@ -19,7 +19,7 @@ class Finding:
         ok: True or False; None if the check does not apply here or has no known result.
         found: The result as text.
         fix: How to fix it; empty if there is nothing to do.
-        required: True if ORTModule cannot run without it.
+        required: True if no model can be trained in ORT without it.
     """
 
     name: str

@@ -58,7 +58,7 @@ def test_a_named_engine_has_no_reason() -> None:
 
 
 def test_it_is_ort_where_that_runs(with_ort: None) -> None:
-    assert chosen() == ("ortmodule", "engine auto: ortmodule runs here with these settings")
+    assert chosen() == ("ortmodule", "engine auto: chose ortmodule, which runs here")
     assert registry.engine("auto").name == "ortmodule"
 
 
@@ -250,7 +250,7 @@ def test_a_run_of_a_wrapped_model_says_why_it_has_its_engine(with_ort: None) -> 
     wrapped = ortlab.wrap(nn.Linear(2, 2))
     run = ortlab.finetune(wrapped, data, loss="cross_entropy")
     run.result()
-    assert run.status().lines[0] == "engine auto: ortmodule runs here with these settings"
+    assert run.status().lines[0] == "engine auto: chose ortmodule, which runs here"
     named = ortlab.finetune(wrapped, data, loss="cross_entropy", engine="eager")
     named.result()
     assert not any("engine auto" in line for line in named.status().lines)

@@ -2,7 +2,7 @@
 
 ``python -m tests.support.binder`` rewrites binder/constraints.txt.
 
-The versions are those of this environment, in which the tests ran: ortlab[demo] and all its
+The versions are those of this environment, in which the tests ran: ortlab[demo,ortmodule] and its
 dependencies, as the packages' own metadata declare them.
 """
 
@@ -19,7 +19,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "binder" / "constraints.txt"
-HEAD = "# Written by `python -m tests.support.binder`: ortlab[demo] as it was tested.\n"
+EXTRAS = "demo", "ortmodule"
+"""Extras that binder/postBuild installs."""
+
+HEAD = (
+    f"# Written by `python -m tests.support.binder`: ortlab[{','.join(EXTRAS)}] as it was tested.\n"
+)
 
 
 def project() -> dict[str, Any]:
@@ -66,7 +71,7 @@ def pinned(requirements: Iterable[Requirement]) -> dict[str, str]:
 
 def text() -> str:
     """Return the contents of the file for this environment."""
-    pins = pinned(wanted("demo"))
+    pins = pinned(wanted(*EXTRAS))
     return HEAD + "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
 
 

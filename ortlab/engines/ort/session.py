@@ -16,6 +16,7 @@ import onnx
 import torch
 from onnx import TensorProto
 
+from ortlab.engines import runtimes
 from ortlab.engines.ort.lowering.graph import NUMPY_TYPES
 
 
@@ -59,12 +60,10 @@ def unavailable() -> str | None:
         version = _runtime()[0].__version__
     except ImportError as error:
         if getattr(error, "name", None) == "onnxruntime":
-            return "onnxruntime is not installed: pip install onnxruntime"
-        return (
-            f"onnxruntime cannot be imported ({error}): pip install --force-reinstall onnxruntime"
-        )
+            return f"onnxruntime is not installed: {runtimes.repair()}"
+        return f"onnxruntime cannot be imported ({error}): {runtimes.repair()}"
     except AttributeError:  # what an uninstalled one leaves behind is a package without content
-        return "onnxruntime is incomplete: pip install --force-reinstall onnxruntime"
+        return f"onnxruntime is incomplete: {runtimes.repair()}"
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         return f"onnxruntime {version} is older than 1.19: pip install --upgrade onnxruntime"
     return None

@@ -28,7 +28,7 @@ needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(comp
 def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
     out = ip("%%ort\nmodel = Net()\ncriterion = nn.CrossEntropyLoss()")
     assert out == (
-        "model runs on engine 'ortmodule'\nengine auto: ortmodule runs here with these settings\n"
+        "model runs on engine 'ortmodule'\nengine auto: chose ortmodule, which runs here\n"
     )
     ip("x, y = batches()[0]\ncriterion(model(x), y).backward()")
     out = ip("%ort")
@@ -41,7 +41,7 @@ def test_a_cell_s_model_is_wrapped_in_ort_and_listed(ip: Typist) -> None:
     assert set(times[1::2]) <= {"s", "ms"}
     assert fallback == "-"
     assert out.splitlines()[4:] == [
-        "model: engine auto: ortmodule runs here with these settings",
+        "model: engine auto: chose ortmodule, which runs here",
         "not wrapped: criterion (has no parameter that requires a gradient)",
     ]
     ip("%ort unwrap model")

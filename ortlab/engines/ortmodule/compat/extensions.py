@@ -476,7 +476,10 @@ def _torch_folder() -> Path:
 
 
 def _ort_sources() -> Path:
-    return _package_folder("onnxruntime") / "training/ortmodule/torch_cpp_extensions"
+    folder = _package_folder("onnxruntime") / "training/ortmodule/torch_cpp_extensions"
+    if not folder.exists():  # that of another distribution of onnxruntime
+        raise OrtUnavailable("onnxruntime-training is not installed", "Use engine='ort'")
+    return folder
 
 
 def _package_folder(name: str) -> Path:

@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Callable
 
+from ortlab.engines import runtimes
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.engines.ortmodule.compat.base import MAX_IR, MAX_OPSET, OrtUnavailable
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
@@ -17,7 +18,7 @@ from ortlab.utils.findings import Finding, import_or_none, package_version, vers
 ORT_VERSION = "1.19.2"
 ORT_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 9), (2, 15))
-OTHER_ENGINES = "engine='eager' and engine='compile' run here"
+OTHER_ENGINES = "engine='ort' trains in onnxruntime on any Python"
 
 
 def obstacle() -> Finding | None:
@@ -36,7 +37,7 @@ def _python() -> Finding:
         "Python",
         False,
         f"Python {version}, but onnxruntime-training {ORT_VERSION} has wheels up to Python 3.11",
-        f"For engine='ortmodule' create an environment with Python 3.11; {OTHER_ENGINES}",
+        f"Create an environment with Python 3.11; {OTHER_ENGINES}",
         required=True,
     )
 
@@ -49,7 +50,7 @@ def _platform() -> Finding:
         "platform",
         False,
         f"{found}, but onnxruntime-training {ORT_VERSION} has wheels for Linux x86-64 only",
-        f"For engine='ortmodule' use Linux x86-64 (WSL or a container works); {OTHER_ENGINES}",
+        f"Use Linux x86-64 (WSL or a container works); {OTHER_ENGINES}",
         required=True,
     )
 
@@ -79,26 +80,27 @@ def _rocm() -> Finding:
         name,
         False,
         f"torch is built for ROCm {rocm}, but PyPI has no wheel of onnxruntime-training for ROCm",
-        f"{OTHER_ENGINES}, also on its GPU; for engine='ortmodule' install torch for the CPU or "
-        "for CUDA",
+        f"Install torch for the CPU or for CUDA; {OTHER_ENGINES}",
         required=True,
     )
 
 
 def _ort() -> Finding:
-    version = package_version("onnxruntime-training")
+    version = package_version(runtimes.TRAINING)
     if version is not None and version.split("+")[0] == ORT_VERSION:
-        return Finding("onnxruntime-training", True, version, required=True)
+        return Finding(runtimes.TRAINING, True, version, required=True)
     if version is None and not (_python().ok and _platform().ok):
         # Installing it would fail; those findings say what to do.
-        return Finding("onnxruntime-training", None, "has no wheel for this Python and platform")
+        return Finding(runtimes.TRAINING, None, "has no wheel for this Python and platform")
     found = (
         "onnxruntime-training is not installed"
         if version is None
         else f"onnxruntime-training {version}, but ortlab's patches are for {ORT_VERSION}"
     )
-    fix = f"pip install onnxruntime-training=={ORT_VERSION}"
-    return Finding("onnxruntime-training", False, found, fix, required=True)
+    fix = f"pip install {runtimes.TRAINING}=={ORT_VERSION}"
+    if others := [name for name in runtimes.installed() if name != runtimes.TRAINING]:
+        fix = f"pip uninstall -y {' '.join(others)} && {fix}"
+    return Finding(runtimes.TRAINING, False, found, fix, required=True)
 
 
 def _onnx() -> Finding:
@@ -108,22 +110,15 @@ def _onnx() -> Finding:
     return Finding("onnx", False, "onnx is not installed", 'pip install "onnx>=1.18"', True)
 
 
-def _onnxruntime_beside() -> Finding:
-    beside = [
-        name
-        for name in ("onnxruntime", "onnxruntime-gpu")
-        if package_version(name) is not None and package_version("onnxruntime-training") is not None
-    ]
-    if not beside:
-        return Finding("onnxruntime beside it", True, "no", required=True)
-    return Finding(
-        "onnxruntime beside it",
-        False,
-        f"{beside[0]} {package_version(beside[0])} is installed in the same folder and breaks it",
-        f"pip uninstall -y {' '.join(beside)} && "
-        f"pip install --force-reinstall --no-deps onnxruntime-training=={ORT_VERSION}",
-        required=True,
-    )
+def _ortmodule() -> Finding:
+    """Return the obstacle to ORTModule, which the other engines do without."""
+    found = obstacle()
+    assert found is not None, "onnxruntime-training is not installed"
+    return Finding("engine ortmodule", None, f"not here: {found.found}", found.fix)
+
+
+def _any_python() -> Finding:
+    return Finding("Python", True, platform.python_version())
 
 
 def _extension() -> Finding:
@@ -219,8 +214,13 @@ def _onnx_ir() -> Finding:
 
 
 ESSENTIALS: tuple[Callable[[], Finding], ...] = (
-    _python, _platform, _torch, _rocm, _ort, _onnxruntime_beside, _onnx, _extension,
+    _python, _platform, _torch, _rocm, _ort, runtimes.check, _onnx, _extension,
 )  # fmt: skip
+WITHOUT_ORTMODULE: tuple[Callable[[], Finding], ...] = (
+    _any_python, _torch, runtimes.check, _onnx, _compiler, _python_headers, _ortmodule,
+)  # fmt: skip
+"""Checks where onnxruntime-training is not installed, so that those of ORTModule say nothing."""
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     *ESSENTIALS,
     _extension_loads,

@@ -52,8 +52,8 @@ def test_this_machine(ort: compat.TrainingRuntime) -> None:
 
 
 def test_what_is_wrong_has_a_fix(versions: dict[str, str | None]) -> None:
-    names = "torch", "onnxruntime-training", "onnx", "jupyterlab", "ipywidgets", "anywidget"
-    versions.update(dict.fromkeys(names))
+    names = "torch", "onnxruntime", "onnx", "jupyterlab", "ipywidgets", "anywidget"
+    versions.update(dict.fromkeys((*names, "onnxruntime-gpu", "onnxruntime-training")))
     findings = doctor.checks()
     wrong = [finding for finding in findings if finding.ok is False]
     assert {finding.name for finding in wrong} >= set(names)
@@ -116,7 +116,7 @@ def test_ort_that_is_loaded_is_not_looked_for(
         ("torch", "2.16.1", "not in 2.9 to 2.15"),
         ("onnxruntime-training", None, "onnxruntime-training is not installed"),
         ("onnxruntime-training", "1.17.0", "patches are for 1.19.2"),
-        ("onnxruntime", "1.23.0", "breaks it"),
+        ("onnxruntime", "1.23.0", "break each other"),
         ("onnx", None, "onnx is not installed"),
     ],
 )
@@ -130,7 +130,46 @@ def test_obstacles(
 ) -> None:
     versions[distribution] = version
     assert said in (compat.unavailable() or "")
-    assert requirements.obstacle() in doctor.checks()
+    obstacle = requirements.obstacle()
+    assert obstacle is not None
+    assert [each for each in doctor.checks() if obstacle.found in each.found]
+
+
+@pytest.mark.parametrize(
+    ("here", "ok", "fix"),
+    [
+        ({}, False, "pip install onnxruntime"),
+        ({"onnxruntime": "1.32.0"}, True, ""),
+        ({"onnxruntime-gpu": "1.32.0"}, True, ""),
+        (
+            {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.0"},
+            False,
+            "pip uninstall -y onnxruntime && "
+            "pip install --force-reinstall --no-deps onnxruntime-gpu==1.31.0",
+        ),
+        (
+            {
+                "onnxruntime": "1.32.0",
+                "onnxruntime-training": "1.19.2",
+                "onnxruntime-gpu": "1.32.0",
+            },
+            False,
+            "pip uninstall -y onnxruntime-gpu onnxruntime && "
+            "pip install --force-reinstall --no-deps onnxruntime-training==1.19.2",
+        ),
+    ],
+)
+def test_exactly_one_onnxruntime(
+    versions: dict[str, str | None], here: dict[str, str], ok: bool, fix: str
+) -> None:
+    names = "onnxruntime", "onnxruntime-gpu", "onnxruntime-training"
+    versions.update({name: here.get(name) for name in names})
+    findings = doctor.checks()
+    found = by_name(findings)["onnxruntime"]
+    assert (found.ok, found.fix) == (ok, fix)
+    assert doctor.can_run(findings) == ok
+    if "onnxruntime-training" not in here:
+        assert by_name(findings)["engine ortmodule"].ok is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +194,7 @@ def test_elsewhere_the_other_engines_are_named(
     monkeypatch.setattr("platform.machine", lambda: machine)
     reason = compat.unavailable() or ""
     assert said in reason
-    assert "engine='eager' and engine='compile' run here" in reason
+    assert "engine='ort' trains in onnxruntime on any Python" in reason
     finding = requirements.obstacle()
     assert finding is not None
     with pytest.raises(base.OrtUnavailable) as caught:
@@ -207,7 +246,7 @@ except base.OrtUnavailable as error:
     assert reason == (
         "torch is built for ROCm 7.2.53211, but PyPI has no wheel of onnxruntime-training for ROCm"
     )
-    assert fix.startswith("engine='eager' and engine='compile' run here, also on its GPU")
+    assert fix.startswith("Install torch for the CPU or for CUDA; engine='ort' trains")
     assert unavailable == f"{reason}. {fix}"
     assert reason in table
 
@@ -216,7 +255,7 @@ def test_wrapping_refuses_on_rocm(
     ort: compat.TrainingRuntime, ort_not_loaded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extensions, "_torch_version_file", lambda: ROCM)
-    with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. engine='eager' and"):
+    with pytest.raises(EngineUnavailable, match=r"no wheel .* for ROCm\. Install torch for"):
         ortlab.wrap(torch.nn.Linear(2, 2), engine="ortmodule")
     assert ortlab.wrap(torch.nn.Linear(2, 2), engine="eager")
 

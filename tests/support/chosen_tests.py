@@ -1,4 +1,4 @@
-"""The tests that take long, by their place below tests/."""
+"""The tests that take long, and those of plain onnxruntime, by their place below tests/."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ SLOW = (
     "training/test_run.py",
 )
 """Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
+
+PLAIN = (
+    "browser/test_charts_in_lab.py::test_a_real_run_is_paused_and_stopped_while_it_is_awaited",
+    "engines/ort/",
+    "engines/test_auto_engine.py",
+    "engines/test_contract.py",
+    "notebook/test_kernel.py",
+    "test_cli.py",
+    "test_notebooks.py::test_finetune_bert_beats_the_majority",
+    "test_notebooks.py::test_first_run_shows_the_same_losses",
+    "test_notebooks.py::test_runs_whole[01_",
+    "test_notebooks.py::test_runs_whole[02_",
+    "test_torch_ort.py",
+    "zoo/test_sweep.py",
+)
+"""What `make plain` runs, with onnxruntime in the place of onnxruntime-training."""
