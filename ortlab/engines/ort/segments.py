@@ -79,6 +79,13 @@ def _faster_in_torch(node: fx.Node) -> str | None:
     return "a large convolution, for which torch has faster kernels"
 
 
+_OF_MODEL: Final = ("primals_", "arg")
+"""Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
+
+_PARTS: Final = 8
+_SMALL_PART: Final = 16 << 20  # bytes; a session takes some 0.1 ms
+
+
 @dataclass
 class TorchOperators:
     """Operators of one kind that run in torch.
@@ -212,11 +219,10 @@ class OrtSegment(torch.nn.Module):
 
 
 def _fed(value: Any, order: list[int] | None) -> torch.Tensor:
-    """Return an argument as ORT reads it: a contiguous tensor without a gradient."""
+    """Return an argument as ORT reads it: a contiguous tensor."""
     if not isinstance(value, torch.Tensor):
         return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
-    tensor: torch.Tensor = value.detach() if value.requires_grad else value
-    return (tensor if order is None else tensor.permute(order)).contiguous()
+    return value.contiguous() if order is None else value.permute(order).contiguous()
 
 
 def _blamed(graph: fx.GraphModule, message: str) -> NodeNotLowered:
@@ -376,7 +382,7 @@ class _Divider:
         self._module, self._in_torch, self._severity = module, dict(in_torch), severity
         self._nodes = list(module.graph.nodes)
         self._torch = self._torch_nodes()
-        self._levels = self._levels_of()
+        self._levels = self._in_parts(self._levels_of())
         self._outer = fx.Graph()
         self._made: dict[fx.Node, fx.Node] = {}
         self._root = torch.nn.Module()
@@ -420,9 +426,38 @@ class _Divider:
             levels[node] = level
         return levels
 
+    def _in_parts(self, levels: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, int]]:
+        """Return the segment of each operator: those in ORT end where they have read much.
+
+        A session keeps what it is given until it ends. In one session, a backward pass would keep
+        all saved tensors until the last gradient is there.
+        """
+        last_reader: dict[fx.Node, fx.Node] = {}
+        for node in levels:
+            for each in node.all_input_nodes:
+                if each.op == "placeholder" and not each.name.startswith(_OF_MODEL):
+                    last_reader[each] = node
+        released: dict[fx.Node, int] = defaultdict(int)
+        for each, node in last_reader.items():
+            released[node] += _bytes(each)
+        most = max(_SMALL_PART, sum(released.values()) // _PARTS)
+        parts: dict[int, int] = defaultdict(int)
+        sizes: dict[int, int] = defaultdict(int)
+        found: dict[fx.Node, tuple[int, int]] = {}
+        for node, level in levels.items():
+            if node.target is operator.getitem:
+                found[node] = found[node.all_input_nodes[0]]  # no segment returns a tuple
+                continue
+            if level % 2 and sizes[level] >= most:
+                parts[level] += 1
+                sizes[level] = 0
+            sizes[level] += released[node]
+            found[node] = (level, parts[level])
+        return found
+
     def divided(self) -> Division:
         """Return the divided graph."""
-        by_level: dict[int, list[fx.Node]] = defaultdict(list)
+        by_level: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
         for node in self._nodes:
             if node.op == "placeholder":
                 self._made[node] = self._outer.node_copy(node)
@@ -430,7 +465,7 @@ class _Divider:
                 by_level[self._levels[node]].append(node)
         exported = self._exported()
         for level in sorted(by_level):
-            if level % 2:
+            if level[0] % 2:
                 self._add_segment(by_level[level], exported)
             else:
                 for node in by_level[level]:
@@ -478,7 +513,7 @@ class _Divider:
         """
         found: dict[fx.Node, None] = {}
 
-        def read(by: fx.Node, level: int | None) -> None:
+        def read(by: fx.Node, level: tuple[int, int] | None) -> None:
             for each in by.all_input_nodes:
                 if each.op == "call_function" and is_number(each):
                     read(each, level)
@@ -537,6 +572,14 @@ class _Divider:
             taken = self._outer.call_function(operator.getitem, (call, i))
             taken.meta = dict(node.meta)
             self._made[node] = taken
+
+
+def _bytes(node: fx.Node) -> int:
+    """Return the size of the tensors of a node."""
+    return sum(
+        math.prod(hint(size) for size in each.shape) * each.element_size()
+        for each in tensors_in(node.meta.get("val"))
+    )
 
 
 def _after_placeholders(graph: fx.Graph) -> fx.Node:

@@ -111,6 +111,9 @@ class Session:
         options.intra_op_num_threads = torch.get_num_threads()
         # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # With an arena, each session keeps the memory of its largest call, which torch cannot use;
+        # with patterns, a call takes all its memory at the start.
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
