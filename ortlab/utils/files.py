@@ -42,6 +42,19 @@ def private(path: Path) -> Path:
     return path
 
 
+def others_write(folder: Path) -> bool:
+    """Return True if other users can write to a folder; on Windows its mode does not say that.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        OSError: There is no such folder.
+    """
+    status = folder.stat()
+    return hasattr(os, "getuid") and (status.st_uid != os.getuid() or bool(status.st_mode & 0o022))
+
+
 def file_prefix(path: str, setting: str) -> tuple[str, str]:
     """Return the folder and the common beginning of the names of files that are to be written.
 

@@ -68,7 +68,7 @@ def clear(parent: Path) -> None:
     for found in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_UNNAMED}*")]:
         with contextlib.suppress(OSError):  # another process removes it, too
             about = found.lstat()
-            if about.st_uid != os.getuid():
+            if hasattr(os, "getuid") and about.st_uid != os.getuid():  # not on Windows
                 continue
             if found.name.startswith(_UNNAMED):
                 if time.time() - about.st_mtime > _LONG_S:

@@ -23,6 +23,8 @@ _ADAPTED: Final = 32 << 20
 """Largest mmap threshold that glibc's dynamic adjustment reaches (64 bit)."""
 _BEYOND_BINS: Final = 100_000
 """Size from which ``free`` trims the end of the arena: more than 65,536 bytes."""
+_NOT_GLIBC: Final = (OSError, AttributeError, TypeError)
+"""Errors of glibc's functions on other systems; Windows refuses None as the name of a library."""
 
 
 class Thread(threading.Thread):
@@ -57,7 +59,7 @@ def trim(*, collect: bool = True) -> None:
     """
     if collect:
         gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(*_NOT_GLIBC):
         ctypes.CDLL(None).malloc_trim(0)
     trim_own()
 
@@ -89,6 +91,6 @@ def _libc() -> ctypes.CDLL | None:
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
         libc.mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    except (OSError, AttributeError):
+    except _NOT_GLIBC:
         return None
     return libc

@@ -37,6 +37,7 @@ SLOW = (
     "notebook/test_kernel.py",
     "notebook/test_privacy.py",
     "search/",
+    "test_other_systems.py",
     "test_torch_ort.py",
     "training/test_failures.py",
     "training/test_run.py",

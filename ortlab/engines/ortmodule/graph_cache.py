@@ -220,8 +220,7 @@ def _trim(newest: Path) -> None:
 
 def _refuse_shared(path: Path) -> None:
     """Raise if other users can write to the folder: a graph determines which operators run."""
-    status = path.stat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+    if folders.others_write(path):
         raise Unusable(
             f"other users can write to {path}, so graphs are not cached there; "
             f"run chmod 700 {path}, or "

@@ -371,8 +371,7 @@ def _prepare(folder: Path) -> None:
 
 def _refuse_shared(folder: Path) -> None:
     """Raise if other users can write to `folder`, because its files are loaded as code."""
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if files.others_write(folder):
         raise OrtUnavailable(
             f"other users can write to {folder}, so nothing is loaded from it",
             f"Run chmod 700 {folder}, or set XDG_CACHE_HOME to a folder of your own",
