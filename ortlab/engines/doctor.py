@@ -12,7 +12,7 @@ from ortlab.engines.ortmodule.compat import extensions, requirements
 from ortlab.engines.ortmodule.compat.base import OrtUnavailable
 from ortlab.engines.registry import refusal
 from ortlab.settings import ENGINES, FinetuneSettings
-from ortlab.utils import contention, hardware
+from ortlab.utils import buttons, contention, hardware
 from ortlab.utils.findings import Finding, import_or_none, package_version, version_numbers
 from ortlab.utils.process_memory import memory
 
@@ -110,6 +110,14 @@ def _package(distribution: str, what_for: str, minimum: tuple[int, ...] = ()) ->
     return Finding(distribution, True, version)
 
 
+def _ipykernel() -> Finding:
+    waiting = buttons.waiting()
+    if waiting is None:
+        return _package("ipykernel", "the kernel of notebooks")
+    fix = 'Where you choose the version (not in Colab): pip install "ipykernel>=7.3"'
+    return Finding("ipykernel", None, waiting, fix)
+
+
 def _ipyparallel() -> Finding:
     version, fix = package_version("ipyparallel"), "pip install 'ortlab[workers]'"
     if version is None:
@@ -164,7 +172,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     cuda_provider,
     _idle_threads,
     lambda: _package("jupyterlab", "the notebooks' home", (4, 2)),
-    lambda: _package("ipykernel", "buttons that work while a run is awaited", (7, 3)),
+    _ipykernel,
     lambda: _package("ipywidgets", "the live charts and buttons", (8, 1)),
     lambda: _package("anywidget", "the live charts and buttons", (0, 9)),
     _bundle,

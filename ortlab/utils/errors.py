@@ -24,7 +24,9 @@ _NOT_THE_USERS = (
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
     _OURS,
 )
-_CELL = re.compile(r"^(<ipython-input-|.*/ipykernel_\d+/)")
+_CELL = re.compile(r"^(<ipython-input-|.*/ipykernel_\d+/|.*/ipython-input-)")  # the last: Colab
+_NO_FUNCTION = ("<module>", "<cell line: ")
+"""Names of the code of a file or a cell; the second one is of IPython 7 and 8."""
 
 
 class Concise:
@@ -120,7 +122,7 @@ def _users_lines(error: BaseException) -> list[str]:
     found: list[str] = []
     while link is not None:
         for frame in traceback.extract_tb(link.__traceback__):
-            if _is_users(frame.filename) and frame.name not in ("<module>", "<cell line: 1>"):
+            if _is_users(frame.filename) and not frame.name.startswith(_NO_FUNCTION):
                 found.append(f"{place(frame.filename, frame.lineno or 0)}, in {frame.name}")
         link = link.__cause__
     return list(dict.fromkeys(found))
@@ -174,7 +176,12 @@ def _execution_count(file: str) -> str | None:
         file: File that IPython has named the cell's code with.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    name = shell and shell.compile.format_code_name(file)  # ("Cell", "In[2]")
+    if shell is None:
+        return None
+    if not hasattr(shell.compile, "format_code_name"):  # IPython 7, whose own names have the number
+        found = re.search(r"(?<=^<ipython-input-)\d+", file)
+        return found and found.group()
+    name = shell.compile.format_code_name(file)  # ("Cell", "In[2]")
     found = re.search(r"\d+", name[1]) if name else None
     return found and found.group()
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import ipykernel
 import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
@@ -134,11 +135,26 @@ def test_a_run_is_shown_once_by_its_cell_and_again_when_asked_for(
     assert "image/png" in again
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "run = %ort finetune net data --loss cross_entropy --engine eager",
+        "race = %ort race net data --loss cross_entropy --engines eager --rounds 2 --steps 1",
+    ],
+)
+def test_buttons_that_wait_for_the_end_of_a_cell_say_so(kernel: Kernel, start: str) -> None:
+    kernel("net = nn.Linear(4, 2)")
+    waits = "buttons respond only while no cell runs" in kernel(start).text
+    assert waits == (ipykernel.version_info[:2] < (7, 3))
+    kernel("await (ortlab.last_run if 'race' not in dir() else race)")
+
+
 def test_tab(kernel: Kernel) -> None:
     kernel("net = nn.Linear(4, 2); train_data = data")
     assert kernel.complete("%ort fine") == ["%ort finetune"]
     assert kernel.complete("%ort finetune net train_") == ["%ort finetune net train_data"]
-    assert kernel.complete("%%ort --engine e") == ["%%ort --engine eager"]
+    # IPython 7 offers its own completions, too.
+    assert "%%ort --engine eager" in kernel.complete("%%ort --engine e")
     assert kernel.complete("x = 1\nrun = %ort finetune ne") == ["x = 1\nrun = %ort finetune net"]
 
 

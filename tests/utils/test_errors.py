@@ -57,6 +57,7 @@ def test_a_notebook_shows_no_traceback(
 def test_a_cell_is_called_a_cell() -> None:
     assert place("/tmp/ipykernel_12/345.py", 4) == "cell line 4"
     assert place("<ipython-input-1-6f88>", 4) == "cell line 4"
+    assert place("/tmp/ipython-input-2938354417.py", 4) == "cell line 4"  # in Colab
     assert place(__file__, 1).endswith(
         'test_errors.py:1: """Tests that errors in a notebook are short and name the user\'s '
         'own line."""'

@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from IPython.core.completer import (
-    CompletionContext,
-    SimpleCompletion,
-    SimpleMatcherResult,
-    context_matcher,
-)
+from IPython.core import completer
 from IPython.core.interactiveshell import InteractiveShell
 
 from ortlab.engines.wrapped_models import is_model
@@ -20,6 +15,9 @@ from ortlab.history import sqlite_index
 from ortlab.notebook.magics.commands import COMMANDS, WRAP
 from ortlab.notebook.magics.parsing import HELP, HELP_ALL, Command, Option
 from ortlab.session import session
+
+if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext, SimpleMatcherResult
 
 _LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
 _CELL = re.compile(r"^%%ort\s+(.*)$")
@@ -35,6 +33,11 @@ class Names:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
+
+    def typed(self) -> str:
+        """Return the line before the cursor of the running completion."""
+        text: str = self._shell.Completer.text_until_cursor
+        return text
 
     def sizes(self, model: str) -> list[str]:
         """Return the sizes of a batch of a wrapped model as typed beginnings, such as "batch=".
@@ -125,7 +128,7 @@ def _is_loss(value: object) -> bool:
     return is_model(value) and not any(p.requires_grad for p in value.parameters())
 
 
-def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
+def matcher(names: Names) -> Callable[[Any], Any]:
     """Return a matcher for ``Completer.custom_matchers``.
 
     Args:
@@ -134,16 +137,22 @@ def matcher(names: Names) -> Callable[[CompletionContext], SimpleMatcherResult]:
     Returns:
         The matcher; in lines without ``%ort`` it offers nothing.
     """
+    if not hasattr(completer, "context_matcher"):  # before IPython 8.6; Colab has 7.34
 
-    @context_matcher()  # type: ignore[untyped-decorator]
+        def ort_matches(_: str) -> list[str]:
+            return offers(names.typed(), names)
+
+        return ort_matches
+
+    @completer.context_matcher()  # type: ignore[untyped-decorator]
     def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
         found = offers(context.text_until_cursor, names)
         return {
-            "completions": [SimpleCompletion(text=text, type="magic") for text in found],
+            "completions": [completer.SimpleCompletion(text=text, type="magic") for text in found],
             "suppress": bool(found),
         }
 
-    complete: Callable[[CompletionContext], SimpleMatcherResult] = ort_matcher
+    complete: Callable[[Any], Any] = ort_matcher
     return complete
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from IPython.core.display_functions import publish_display_data
+from IPython.display import publish_display_data
 
 from ortlab.search.background import Background
 from ortlab.session import session

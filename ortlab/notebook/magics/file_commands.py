@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from IPython.core.display_functions import display
+from IPython.display import display
 
 from ortlab.api import export, script
 from ortlab.notebook.magics.reporting import progress

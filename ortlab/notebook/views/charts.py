@@ -21,7 +21,7 @@ from IPython.core.getipython import get_ipython
 from ortlab.history.saved_run import SavedRun
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import PLACE, bundled, publish
+from ortlab.notebook.views.display import PLACE, bundled, print_waiting, publish
 from ortlab.notebook.views.pump import Ending, Pump
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.notebook.views.run_feed import WIRE, Feed
@@ -317,6 +317,8 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     data, metadata = live._repr_mimebundle_() or ({}, {})
     data["text/plain"] = plain_text.headline(watched.title, watched.status())
     publish(data, metadata, display_id, update=place is not None)
+    if place is None:
+        print_waiting()
     return live.pump, stop
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.display_functions import publish_display_data
+from IPython.display import publish_display_data
+
+from ortlab.utils import buttons
 
 if TYPE_CHECKING:
     pass
@@ -48,6 +50,12 @@ def publish(
     publish_display_data(  # type: ignore[no-untyped-call]
         data, metadata, transient={"display_id": display_id}, update=update
     )
+
+
+def print_waiting() -> None:
+    """Print a line below buttons that respond only while no cell runs."""
+    if (line := buttons.waiting()) is not None:
+        print(line, flush=True)
 
 
 def bundled(name: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import anywidget
 import onnx
 import traitlets
-from IPython.core.display_functions import publish_display_data
+from IPython.display import publish_display_data
 
 from ortlab.graph import STAGES
 from ortlab.graph.capture import Graphs, Overlay, Stage

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
-from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
+from IPython.display import publish_display_data
 
 from ortlab.history.listing import FIELDS, History, living_entries
 from ortlab.notebook.views.charts import Live

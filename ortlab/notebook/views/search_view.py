@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
-from IPython.core.display_functions import publish_display_data
 from IPython.core.getipython import get_ipython
+from IPython.display import publish_display_data
 
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
+from ortlab.notebook.views.display import print_waiting
 from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
@@ -109,6 +110,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     buttons = Buttons(search)
     data = buttons.box._repr_mimebundle_()
     _publish({**data, "text/plain": f"{search.name}: {search.doing}"})
+    print_waiting()
     _publish(_page(search.standing, mark), mark)
     ends_with_cell(buttons.close)
     shown = search.version

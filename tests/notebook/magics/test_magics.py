@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core import completer
 
 import ortlab
 from ortlab.engines.ortmodule import compat, graph_cache
@@ -414,6 +415,18 @@ def test_the_user_s_own_errors_keep_their_traceback(ip: Typist) -> None:
     result, out, _ = ip.run("await run")
     assert isinstance(result.error_in_exec, RuntimeError)
     assert "shapes cannot be multiplied" in out
+
+
+def test_tab_in_an_ipython_without_context_matchers(
+    ip: Typist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older than 8.6, as Colab's; tests/notebook/test_colab.py has one."""
+    monkeypatch.delattr(completer, "context_matcher")
+    matches = completion.matcher(completion.Names(ip.shell))
+    ip.shell.Completer.text_until_cursor = "%ort finetune --ba"
+    assert matches("--ba") == ["--batch-size"]
+    ip.shell.Completer.text_until_cursor = "ba"
+    assert matches("ba") == []
 
 
 def test_tab_completes_commands_options_choices_and_names(ip: Typist) -> None:

@@ -92,7 +92,7 @@ export class Form {
 
   #wait() {
     if (this.heard === this.serial) return;
-    setText(this.result, "waiting for the kernel, which receives no messages while a cell runs (with `await run`, it does)");
+    setText(this.result, "waiting for the kernel, which receives no messages while a cell runs (with `await run`, it does from ipykernel 7.3 on)");
     this.result.dataset.kind = "asked";
   }
 

@@ -61,6 +61,15 @@ def test_what_is_wrong_has_a_fix(versions: dict[str, str | None]) -> None:
     assert not doctor.can_run(findings)
 
 
+def test_an_ipykernel_whose_buttons_wait_is_no_fault(versions: dict[str, str | None]) -> None:
+    versions["ipykernel"] = "6.17.1"
+    finding = by_name(doctor.checks())["ipykernel"]
+    assert finding.ok is None
+    assert "leave out `await`" in finding.found
+    versions["ipykernel"] = "7.3.0"
+    assert by_name(doctor.checks())["ipykernel"].ok
+
+
 def test_a_missing_compiler(tmp_path: Path) -> None:
     """With an empty PATH and nothing built, a separate process reports the missing compiler."""
     code = """
