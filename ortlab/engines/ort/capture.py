@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,11 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ort import attention, draws, recurrence
+from ortlab.engines.ort import attention, check, draws, recurrence
 from ortlab.engines.ort.lowering.graph import RULES
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
 from ortlab.engines.ort.session import SILENT, unavailable
+from ortlab.settings import unknown_name
 from ortlab.utils import warn_once
 from ortlab.utils.files import write_private
 
@@ -136,24 +138,18 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         starting: Function that is called before a graph of Dynamo is compiled.
         severity: Lowest severity of the messages that ORT prints in graphs compiled from now on.
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
+        self_check: Compare the first call of each segment with torch.
     """
 
     graphs: list[CompiledGraph] = field(default_factory=list)
     starting: Callable[[], None] = lambda: None
     severity: int = SILENT
     save_onnx: str | None = None
+    self_check: bool = False
 
-    def __call__(
-        self,
-        module: fx.GraphModule,
-        inputs: Sequence[Any],
-        *,
-        options: Mapping[str, Any] | None = None,
-    ) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
         self.starting()
-        if options:
-            raise ValueError(f"backend 'ortlab' has no option {', '.join(map(repr, options))}")
         if (reason := unavailable()) is not None:
             raise EngineUnavailable(reason)
         _replace_functions(module)
@@ -174,6 +170,8 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
                 if phase == "inference":
                     draws.take_out(module)
                 division = divide(module, severity=self.severity)
+            if self.self_check:
+                check.check_first_calls(division.ort_segments(), _warn)
             made = CompiledGraph(phase, division, time.perf_counter() - started)
             self.graphs.append(made)
             self.save(len(self.graphs) - 1)
@@ -229,8 +227,17 @@ def _donate_nothing() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def _warn(moved: check.Moved) -> None:
+    """Warn of a move: no view shows the models of torch.compile."""
+    warnings.warn(f"backend 'ortlab': {moved}", stacklevel=2)
+
+
 def ortlab(
-    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo: the backend ``"ortlab"`` of `torch.compile`.
 
@@ -239,19 +246,37 @@ def ortlab(
     Args:
         module: Graph of torch functions.
         inputs: Example inputs.
-        options: Options of `torch.compile`; there are none.
+        options: Options of `torch.compile`. ``self_check=True`` compares the first call of each ORT
+            segment with torch and moves operators whose results are wrong to torch, with a warning;
+            default False.
+        mode: Mode of `torch.compile`; only its default is accepted.
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
-        ValueError: If an option is unknown.
+        ValueError: If a mode is given, or an option is unknown or of a wrong type.
         EngineUnavailable: If there is no onnxruntime.
 
     Example:
-        >>> compiled = torch.compile(model, backend="ortlab")
+        >>> compiled = torch.compile(model, backend="ortlab", options={"self_check": True})
     """
-    return Backend()(module, inputs, options=options)
+    if mode is not None:  # torch puts "backend='ortlab' raised:" before these messages
+        raise ValueError(f"mode={mode!r} is not supported; leave out mode=")
+    return Backend(self_check=_self_check(options or {}))(module, inputs)
+
+
+def _self_check(options: object) -> bool:
+    """Return the option `self_check` of `torch.compile`; refuse all others."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"options={options!r} is not a dict; use options={{'self_check': True}}")
+    for name in options:
+        if name != "self_check":
+            raise ValueError(f"unknown option {name!r}; {unknown_name(str(name), ['self_check'])}")
+    chosen = options.get("self_check", False)
+    if not isinstance(chosen, bool):
+        raise ValueError(f"option self_check={chosen!r} must be True or False")
+    return chosen
 
 
 def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

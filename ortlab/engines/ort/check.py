@@ -1,14 +1,15 @@
 """Search for the operator whose result in ORT is wrong, and its move to torch.
 
 `self_check` compares a whole step with eager torch. Where it differs, each ORT segment of the step
-is compared with its own FX graph, which torch runs on the same inputs and masks.
+is compared with its own FX graph, which torch runs on the same inputs and masks. The backend of
+torch.compile has no eager step to compare with: its option `self_check` compares each segment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,6 +87,39 @@ def mended(inputs: Mapping[OrtSegment, list[Any]]) -> list[Moved]:
             if error > _TOLERANCE:
                 found.append(_move(segment, given, error))
     return found
+
+
+def check_first_calls(segments: Iterable[OrtSegment], tell: Callable[[Moved], object]) -> None:
+    """Compare the first call of each segment with torch.
+
+    Operators whose results are wrong run in torch, in that call and in all later ones.
+
+    Args:
+        segments: Segments that have not run yet.
+        tell: Called with each move.
+    """
+    for segment in segments:
+        _check_first_call(segment, tell)
+
+
+def _check_first_call(segment: OrtSegment, tell: Callable[[Moved], object]) -> None:
+    def compare(_: OrtSegment, arguments: tuple[Any, ...], made: list[torch.Tensor]) -> Any:
+        hook.remove()
+        given = list(arguments)
+        with torch.no_grad():
+            moved = None
+            if segment.divided is None:  # a kernel that fails divides its segment as well
+                error = _error(segment.graph, made, given)
+                if error <= _TOLERANCE:
+                    return made
+                moved = _move(segment, given, error)
+            if segment.divided is not None:
+                check_first_calls(segment.divided.ort_segments(), tell)
+            if moved is not None:
+                tell(moved)
+            return segment(*given)
+
+    hook = segment.register_forward_hook(compare)
 
 
 def _move(segment: OrtSegment, given: list[Any], error: float) -> Moved:

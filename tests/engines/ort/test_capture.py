@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.lowering import graph as lowering
 from ortlab.engines.ort.session import Session, SessionFailed
 from tests.support import tiny
 from tests.support.captured import in_torch
@@ -37,11 +38,11 @@ def fresh() -> Iterator[None]:
 class Pair:
     """A compiled model and the same model in eager torch."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *, self_check: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
         self.reference = copy.deepcopy(model)
         self.model = model
-        self.backend = Backend()
+        self.backend = Backend(self_check=self_check)
         self.compiled: Any = torch.compile(model, backend=self.backend, **options)
 
     def compare(self, *inputs: Any, seed: int = 0, **named: Any) -> float:
@@ -534,6 +535,68 @@ def test_torch_runs_large_convolutions_and_ort_small_ones() -> None:
     assert onnx_operators(large.backend)["Relu"] == 1
 
 
+# Check of each segment
+
+
+class Wave(nn.Module):
+    """A model whose tanh ORT gets wrong in these tests, in both passes of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh() * x.sum()
+
+
+@pytest.fixture
+def wrong_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        lowering.RULES, torch.ops.aten.tanh.default, lambda graph, _, x: graph.unary("Sin", x)
+    )
+
+
+def test_the_option_self_check_moves_wrong_operators_to_torch(wrong_tanh: None) -> None:
+    model, x = Wave(), torch.randn(3, 6)
+    compiled: Any = torch.compile(model, backend="ortlab", options={"self_check": True})
+    line = Wave.forward.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"aten\.tanh at .*:{line} runs in torch"):
+        outputs = compiled(x)
+    torch.testing.assert_close(outputs, model(x))  # of this call, too
+    outputs.sum().backward()
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_without_the_option_self_check_results_are_not_compared(wrong_tanh: None) -> None:
+    model, x = Wave(), 3 * torch.randn(3, 6)
+    compiled: Any = torch.compile(model, backend="ortlab", options={"self_check": False})
+    assert not torch.allclose(compiled(x), model(x), rtol=1e-3)
+
+
+def test_the_check_of_a_segment_finds_every_wrong_operator(
+    wrong_tanh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        lowering.RULES, torch.ops.aten.exp.default, lambda graph, _, x: graph.unary("Cos", x)
+    )
+    x = torch.randn(5)
+    backend = Backend(self_check=True)
+    compiled = torch.compile(lambda x: (x.tanh() + 1).exp() * 2, backend=backend)
+    with pytest.warns(UserWarning, match="in torch"):
+        found = compiled(x)
+    torch.testing.assert_close(found, (x.tanh() + 1).exp() * 2)
+    assert set(in_torch(backend)) == {"aten.tanh", "aten.exp"}
+
+
+def test_the_check_of_a_segment_leaves_right_operators_in_ort() -> None:
+    pair = Pair(mlp(), self_check=True)
+    pair.compare(torch.randn(4, 6))
+    assert in_torch(pair.backend) == {}
+
+
 # Bad input
 
 
@@ -549,10 +612,28 @@ def test_a_graph_break_is_an_error_where_the_user_asks_for_one_graph() -> None:
     torch.testing.assert_close(torch.compile(function, backend="ortlab")(inputs), function(inputs))
 
 
-def test_unknown_options_are_refused() -> None:
-    compiled = torch.compile(lambda x: x + 1, backend="ortlab", options={"speed": 11})
-    with pytest.raises(Exception, match="backend 'ortlab' has no option 'speed'"):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": {"speed": 11}}, "unknown option 'speed'; choose from self_check"),
+        (
+            {"options": {"selfcheck": True}},
+            "unknown option 'selfcheck'; choose from self_check; did you mean 'self_check'?",
+        ),
+        ({"options": {"self_check": "on"}}, "option self_check='on' must be True or False"),
+        (
+            {"options": ["self_check"]},
+            "options=['self_check'] is not a dict; use options={'self_check': True}",
+        ),
+        ({"mode": "max-autotune"}, "mode='max-autotune' is not supported; leave out mode="),
+    ],
+)
+def test_bad_options_are_refused_in_two_lines(given: Any, message: str) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="ortlab", **given)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         compiled(torch.ones(2))
+    lines = str(caught.value).split("\n")
+    assert lines[:3] == ["backend='ortlab' raised:", f"ValueError: {message}", ""]
 
 
 def test_without_a_runtime_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
