@@ -214,9 +214,10 @@ def script(tmp_path: Path, engine: str) -> Callable[..., tuple[Any, str]]:
 
     def run(*arguments: str, environment: dict[str, str] | None = None) -> tuple[Any, str]:
         path.write_text(SCRIPT.replace("IMPORT", imports(engine)))
+        quiet = {"PYTHONWARNINGS": "ignore:Guards may run slower"}  # torch on Python 3.13.0
         done = subprocess.run(
             [sys.executable, str(path), *arguments], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, **(environment or {})}, check=False,
+            env={**os.environ, **quiet, **(environment or {})}, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1]), done.stderr

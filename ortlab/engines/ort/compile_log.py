@@ -211,7 +211,8 @@ def _at(place: str) -> str:
 def _explained(reason: str) -> str:
     """Return what torch's text about a break says, in one line."""
     explanation = _EXPLANATION.search(reason)
-    return _short(explanation[1] if explanation else reason.strip().partition("\n")[0])
+    text = explanation[1] if explanation else reason.strip().partition("\n")[0]
+    return _short(text.removesuffix(" Message: None"))
 
 
 def _why_again(reason: str) -> str:

@@ -405,7 +405,7 @@ def line_of(model: type[nn.Module], offset: int) -> str:
     return f"test_engine.py:{model.forward.__code__.co_firstlineno + offset}"
 
 
-USERS_BREAK = "User-inserted graph break. Message: None"
+USERS_BREAK = "User-inserted graph break."
 
 
 def test_a_model_that_dynamo_skips_runs_in_eager_torch_and_says_so() -> None:
