@@ -53,7 +53,8 @@ _MOST_STRIDE = 8
 _SEED = 20210301
 _DRAWN = 65_537
 """Period of a cotangent's random numbers: a prime, so that no two rows get the same numbers."""
-_PIECE = 1 << 16
+_PIECE = 1 << 15
+"""Elements that torch processes in one thread: its grain size."""
 
 
 class SelfCheckFailed(Concise, RuntimeError):
@@ -646,8 +647,9 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     """Return ||a - b|| and ||a||; two NaN, or two equal infinities, count as equal.
 
     Tensors are processed in pieces that fit the processor's cache: all at once takes thirty times
-    as long. Squares are added in single precision unless the sum overflows, which is four times as
-    fast.
+    as long. A piece is small enough for one thread: on a busy machine, two threads that wait for
+    each other at every piece took 8 s for 47 million elements, one takes 0.04 s. Squares are added
+    in single precision unless the sum overflows, which is four times as fast.
 
     Args:
         a: Reference.
@@ -659,20 +661,24 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
     pieces = (torch.split(tensor.reshape(-1), _PIECE) for tensor in (a, b))
     for x, y in zip(*pieces, strict=True):
         if x.dtype == torch.float32:
-            apart = x - y
-            square, whole = float(apart.dot(apart)), float(x.dot(x))
+            square, whole = _square(x - y), _square(x)
             if math.isfinite(square + whole):
                 difference += square
                 norm += whole
                 continue
         x, y = x.double(), y.double()
         apart = x - y
-        square = float(apart.dot(apart))
+        square = _square(apart)
         if not math.isfinite(square):
             same = (x == y) | (x.isnan() & y.isnan())
-            apart = torch.where(same, 0.0, apart)
-            square = float(apart.dot(apart))
+            square = _square(torch.where(same, 0.0, apart))
             x = torch.where(torch.isfinite(x), x, 0.0)
         difference += square
-        norm += float(x.dot(x))
+        norm += _square(x)
     return math.sqrt(difference) if math.isfinite(difference) else math.inf, math.sqrt(norm)
+
+
+def _square(x: torch.Tensor) -> float:
+    """Return the sum of the squares; `torch.dot` would use several threads for any size."""
+    length = float(torch.linalg.vector_norm(x))
+    return length * length

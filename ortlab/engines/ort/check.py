@@ -204,6 +204,8 @@ def _doubled(value: Any) -> Any:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return ||a - b|| / ||a|| in double precision."""
-    difference, norm = distance(one.double(), other.double())
+    """Return ||a - b|| / ||a||."""
+    if one.dtype != other.dtype:
+        one, other = one.double(), other.double()
+    difference, norm = distance(one, other)
     return difference / max(norm, 1e-12) if difference else 0.0
