@@ -108,7 +108,8 @@ def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
     anywhere = cast(S, settings.replace(engine=_ANYWHERE))
     missing_too = _engine(_ANYWHERE).unavailable()
     if _fits(anywhere):
-        return anywhere, f"engine auto: {_ANYWHERE}, because {_BEST} cannot run: {reason}", None
+        lacking = reason.partition(". ")[0]  # what to do about it is no advice while this one runs
+        return anywhere, f"engine auto: {_ANYWHERE}, because {_BEST} cannot run: {lacking}", None
     own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
     if _for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
         return in_ort, reason, reason

@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.batch import tensors
-from ortlab.engines.step_check import Difference
+from ortlab.engines.step_check import Difference, counted
 from ortlab.engines.torch import autograd
 from ortlab.engines.torchscript import undifferentiated
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
@@ -78,9 +78,9 @@ class Verdict:
     gradient_error: float
 
     def __str__(self) -> str:
-        text = f"{self.outputs} outputs within {self.output_error:.1e} of eager torch"
+        text = f"{counted(self.outputs, 'output')} within {self.output_error:.1e} of eager torch"
         if self.gradients:
-            text += f", {self.gradients} gradients within {self.gradient_error:.1e}"
+            text += f", {counted(self.gradients, 'gradient')} within {self.gradient_error:.1e}"
         return text
 
 
@@ -516,7 +516,7 @@ def differences(
             largest = found[name]
             rows.append(
                 Difference(
-                    kind=f"{kind}s",
+                    kind=kind,
                     count=len(found),
                     largest=largest,
                     name=name if largest else "",

@@ -15,7 +15,7 @@ class Difference:
     """Largest relative difference among tensors of a kind, ||a - b|| / ||a||.
 
     Attributes:
-        kind: "outputs", "gradients" or "buffers".
+        kind: "output", "gradient" or "buffer".
         count: Number of tensors that were compared.
         largest: Largest difference between ORT and eager torch.
         name: Name of the tensor with it.
@@ -32,12 +32,17 @@ class Difference:
     of_eager: float | None
 
 
+def counted(number: int, kind: str) -> str:
+    """Return a number of things in words, such as "1 output" or "4 gradients"."""
+    return f"{number} {kind}" if number == 1 else f"{number} {kind}s"
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}" if value else "0"
 
 
 _COLUMNS: Final[tuple[Column[Difference], ...]] = (
-    Column("compared", lambda row: f"{row.count} {row.kind}"),
+    Column("compared", lambda row: counted(row.count, row.kind)),
     Column("ORT vs eager", lambda row: _number(row.largest), number=True),
     Column("largest for", lambda row: row.name or "-"),
     Column("ORT vs float64", lambda row: _number(row.of_ort), number=True),

@@ -64,7 +64,7 @@ def test_a_check_becomes_a_table_in_its_place(kernel: Kernel) -> None:
     done = kernel("model(torch.randn(3, 4)).sum().backward()")
     (second,) = [content for kind, content in done.outputs if kind == "update_display_data"]
     assert second["transient"] == first["transient"]
-    assert "right: 1 outputs within " in second["data"]["text/plain"]
+    assert "right: 1 output within " in second["data"]["text/plain"]
     assert "<table>" in second["data"]["text/html"]
 
 

@@ -297,7 +297,7 @@ def test_a_check_compares_the_next_call_and_leaves_no_trace(self_check: bool) ->
     assert_equal(wrapped, reference, torch.randn(4, 6))
     assert made.passed
     assert made.verdict.endswith(", for inputs of shape [4, 6]")
-    assert [(row.kind, row.count) for row in made.differences] == [("outputs", 1), ("gradients", 4)]
+    assert [(row.kind, row.count) for row in made.differences] == [("output", 1), ("gradient", 4)]
     for row in made.differences:
         for error in (row.largest, row.of_ort, row.of_eager):
             assert error is not None
@@ -305,7 +305,7 @@ def test_a_check_compares_the_next_call_and_leaves_no_trace(self_check: bool) ->
     with torch.no_grad():
         without = ortlab.check(wrapped)
         wrapped(torch.randn(4, 6))
-    assert [row.kind for row in without.differences] == ["outputs"]
+    assert [row.kind for row in without.differences] == ["output"]
 
 
 def test_a_check_moves_a_wrong_operator_to_torch(wrong_tanh: None) -> None:
@@ -356,7 +356,7 @@ def test_a_check_in_a_run(is_wrapped: bool) -> None:
     run.stop()
     assert run.wait_over(HANGS_S)
     assert made.passed
-    assert [row.kind for row in made.differences] == ["outputs", "gradients"]
+    assert [row.kind for row in made.differences] == ["output", "gradient"]
 
 
 # What it reports

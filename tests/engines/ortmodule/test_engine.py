@@ -635,8 +635,8 @@ def test_a_check_that_is_asked_for_compares_the_next_call(ort: OrtModuleEngine) 
     assert right.passed
     assert right.verdict.endswith(", for inputs of shape [4, 3]")
     assert [(row.kind, row.count) for row in right.differences] == [
-        ("outputs", 1),
-        ("gradients", 1),
+        ("output", 1),
+        ("gradient", 1),
     ]
     assert all(row.of_ort is not None for row in right.differences)
     wrong = ortlab.check(wrapped)

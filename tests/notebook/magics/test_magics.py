@@ -556,9 +556,9 @@ def test_check_compares_the_next_call_with_eager_torch(ip: Typist, engine: str) 
     assert waiting in ip("check = %ort check model\ncheck")
     ip("model(torch.randn(3, 4)).sum().backward()")
     found = ip("check")
-    assert "1 outputs " in found
+    assert "1 output " in found
     assert "4 gradients " in found
-    assert "right: 1 outputs within " in found
+    assert "right: 1 output within " in found
     assert "for inputs of shape [3, 4]" in found
     assert ip.completions("%ort chec") == ["check", "checkpoint"]
     assert ip.completions("%ort check ") == ["model"]

@@ -150,4 +150,4 @@ def test_the_check_leaves_dropout_out() -> None:
     )
     wrapped(torch.randn(2, 4, 24))
     (note,) = execution_of(wrapped).report().notes
-    assert note.startswith("checked on [2, 4, 24]: 1 outputs within")
+    assert note.startswith("checked on [2, 4, 24]: 1 output within")
