@@ -10,7 +10,7 @@ TRAINING: Final = "onnxruntime-training"
 """Distribution with ORTModule; 1.19.2 is its last version."""
 
 _BY_PREFERENCE: Final = (TRAINING, "onnxruntime-gpu", "onnxruntime")
-"""What is kept where several are installed; onnxruntime is often another package's dependency."""
+"""Names of the distributions; of several that are installed, the first one is kept."""
 
 
 def installed() -> dict[str, str]:

@@ -58,4 +58,4 @@ PLAIN = (
     "test_torch_ort.py",
     "zoo/test_sweep.py",
 )
-"""What `make plain` runs, with onnxruntime in the place of onnxruntime-training."""
+"""Tests that run again with plain onnxruntime, in `make plain`."""

@@ -84,10 +84,11 @@ class CompileLog:
         else:
             self._read()
         self._retry_skipped(trace)
-        for place, why in self._skipped.items():
-            if self._told.get(place) != why:
-                self._note(f"{place} runs in eager torch: {why}")
-        self._told = dict(self._skipped)
+        if self._skipped != self._told:
+            for place, why in self._skipped.items():
+                if self._told.get(place) != why:
+                    self._note(f"{place} runs in eager torch: {why}")
+            self._told = dict(self._skipped)
 
     def _retry_skipped(self, trace: TracebackType | None) -> None:
         """Let torch compile the code again that it skips since the model raised an error in it."""
