@@ -643,10 +643,10 @@ class Recorder:
 
     def _absorb(self) -> None:
         """Move the queue into the series and the backlogs; any thread may call this."""
-        if not self._queue:
-            return
-        with self._lock:
+        with self._lock:  # also if the queue is empty: another thread may be moving what it had
             items = [self._queue.popleft() for _ in range(len(self._queue))]
+            if not items:
+                return
             events = [item for item in items if isinstance(item, Event)]
             samples = [item for item in items if isinstance(item, Sample)]
             rows = _rows(samples)

@@ -203,6 +203,31 @@ def test_an_add_waits_for_no_sink() -> None:
     assert len(sink.rows) + lost == 5001
 
 
+def test_a_flush_waits_for_what_another_thread_takes_from_the_queue() -> None:
+    taken, release = threading.Event(), threading.Event()
+
+    class OnDevice:
+        """A loss that the device still computes."""
+
+        def __float__(self) -> float:
+            taken.set()
+            assert release.wait(HANGS_S)
+            return 1.0
+
+    sink = Kept()
+    recorder = Recorder(sinks=[sink])
+    recorder.add(Sample(step=1, loss=OnDevice()))  # type: ignore[arg-type]
+    assert taken.wait(HANGS_S)  # by the writer thread
+    flushing = threading.Thread(target=recorder.flush)
+    flushing.start()
+    flushing.join(0.2)
+    assert flushing.is_alive()
+    release.set()
+    flushing.join(HANGS_S)
+    assert sink.rows[:, 0].tolist() == [1]
+    recorder.close()
+
+
 class Failing(Kept):
     """A sink that cannot write until there is `room`."""
 

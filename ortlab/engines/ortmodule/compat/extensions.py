@@ -1,10 +1,10 @@
 """ORT's torch C++ extensions, built once per installed torch version and cached per user.
 
 ORT ships them as source. Each is one C++ file whose only purpose is to return the addresses of
-functions, so the file is compiled unchanged against a small replacement of ``torch/torch.h``. This
-needs neither pybind11 nor Python's headers, works for every Python version, and takes 10 s instead
-of the 40 s of the build that ORT documents. ortlab has extensions of its own beside them, which
-make training faster or let more models train; ORTModule works without them.
+functions, so the file is compiled against a small replacement of ``torch/torch.h``. This needs
+neither pybind11 nor Python's headers, works for every Python version, and takes 10 s instead of the
+40 s of the build that ORT documents. ortlab has extensions of its own beside them, which make
+training faster or let more models train; ORTModule works without them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Extension:
         """Return the C++ code to compile: the source and exported names for its functions."""
         text = (_ort_sources() / self.source).read_text(encoding="utf-8")
         for old, new in self.replace.items():
+            assert old in text
             text = text.replace(old, new)
         exports = (f'extern "C" size_t ortlab_{f}() {{ return {f}(); }}\n' for f in self.functions)
         return text + "".join(exports)
@@ -109,6 +110,17 @@ class Extension:
         return cache_folder() / f"{self.name}-{torch_version()}-{platform.machine()}-{digest}.so"
 
 
+# An operator may return its input or a view of it, as the gradients of `frac` and `addcdiv` do. ORT
+# frees the input's memory after the node, also where it is itself a view, so that the output would
+# be read after other nodes have overwritten it.
+_OUTPUT = "tensor.is_contiguous() ? tensor : tensor.contiguous()"
+_OUTPUT_OF_ITS_OWN = """[&] {
+        for (const auto& argument : arguments)
+          if (argument.isTensor() && argument.toTensor().defined() &&
+              argument.toTensor().is_alias_of(tensor))
+            return tensor.clone(at::MemoryFormat::Contiguous);
+        return tensor.contiguous();
+      }()"""
 ATEN = Extension(
     name="aten_op_executor",
     purpose="torch's operators in ORT",
@@ -116,7 +128,7 @@ ATEN = Extension(
     headers=("torch/version.h", "torch/csrc/jit/runtime/operator.h", "ATen/ScalarOps.h"),
     functions=("is_tensor_argument_address", "execute_aten_operator_address"),
     libraries=("torch_cpu", "c10"),
-    replace={},
+    replace={_OUTPUT: _OUTPUT_OF_ITS_OWN},
 )
 GPU_ALLOCATOR = Extension(
     name="torch_gpu_allocator",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +62,27 @@ def compare(
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def freed_memory_overwritten(
+    ort: TrainingRuntime, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Let ORT free tensors at once and glibc overwrite what is freed, so that no read is luck."""
+    from onnxruntime.training.ortmodule import _graph_execution_manager as manager
+
+    configured = manager.GraphExecutionManager._get_session_config
+
+    def without_arena(self: Any) -> Any:
+        options, *rest = configured(self)
+        options.enable_cpu_mem_arena = False
+        return options, *rest
+
+    monkeypatch.setattr(manager.GraphExecutionManager, "_get_session_config", without_arena)
+    mallopt, perturb = ctypes.CDLL(None).mallopt, -6  # malloc.h: M_PERTURB
+    mallopt(perturb, 0x5A)
+    yield
+    mallopt(perturb, 0)
 
 
 def heads(*counts: int, batch: int = 2, length: int = 5) -> Batch:
