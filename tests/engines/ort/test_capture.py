@@ -525,14 +525,50 @@ def test_a_transposed_input_is_read_in_the_order_of_its_memory() -> None:
     assert [[size.dim_value for size in shape] for shape in shapes] == [[5, 4], [5, 3]]
 
 
-def test_torch_runs_large_convolutions_and_ort_small_ones() -> None:
-    small = Pair(nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
+def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones() -> None:
+    def network(channels: int) -> nn.Module:
+        convolution = nn.Conv2d(3, channels, 3, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+
+    small = Pair(network(4))
     small.compare(torch.randn(2, 3, 8, 8, requires_grad=True))
     assert not in_torch(small.backend)
-    large = Pair(nn.Sequential(nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU()))
+    large = Pair(network(64))
     large.compare(torch.randn(8, 3, 32, 32, requires_grad=True))
-    assert set(in_torch(large.backend)) == {"aten.convolution", "aten.convolution_backward"}
+    assert set(in_torch(large.backend)) == {
+        *("aten.convolution", "aten.convolution_backward"),
+        *("aten._native_batch_norm_legit_functional", "aten.native_batch_norm_backward"),
+        "aten.threshold_backward",
+    }
     assert onnx_operators(large.backend)["Relu"] == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x.masked_fill(x > 0, 2), "aten.masked_fill.Scalar"),
+        (lambda x: torch.where(x > 0, x, 2), "aten.where.self"),
+        (
+            lambda x: functional.cross_entropy(x, torch.arange(len(x)), reduction="none"),
+            "aten.nll_loss_backward",
+        ),
+    ],
+)
+def test_torch_runs_what_ort_does_in_many_passes_where_it_is_large(
+    function: Callable[[Tensor], Tensor], operator: str
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(-1, 1, 4096))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x * self.scale)
+
+    for rows, found in ((3, False), (1030, True)):
+        pair = Pair(Scaled())
+        pair.compare(torch.randn(rows, 4096))
+        assert (operator in in_torch(pair.backend)) == found
 
 
 # Check of each segment

@@ -404,6 +404,22 @@ LAYERS: dict[str, Case] = {
         lambda x, w: F.conv2d(x, w, stride=2, padding=1),
         (floats(2, 3, 8, 7), floats(4, 3, 3, 3)),
     ),
+    "convolution of channels": (
+        lambda x, w, b: F.conv2d(x, w, b),
+        (floats(2, 3, 7, 6), floats(4, 3, 1, 1), floats(4)),
+    ),
+    "convolution of channels with a stride": (
+        lambda x, w: F.conv2d(x, w, stride=(2, 3)),
+        (floats(2, 3, 8, 7), floats(4, 3, 1, 1)),
+    ),
+    "padded convolution of channels": (
+        lambda x, w: F.conv2d(x, w, stride=2, padding=1),
+        (floats(2, 3, 8, 7), floats(4, 3, 1, 1)),
+    ),
+    "transposed convolution of channels": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2),
+        (floats(2, 3, 4, 5), floats(3, 4, 1, 1)),
+    ),
     "convolution with dilation": (
         lambda x, w: F.conv2d(x, w, dilation=2, stride=(1, 2)),
         (floats(2, 3, 9, 9), floats(4, 3, 3, 2)),
@@ -457,6 +473,15 @@ LAYERS: dict[str, Case] = {
     ),
     "masked attention": (
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+        (
+            floats(2, 2, 5, 4),
+            floats(2, 2, 6, 4),
+            floats(2, 2, 6, 4),
+            torch.arange(30).reshape(5, 6) % 3 > 0,
+        ),
+    ),
+    "masked attention whose scores are large": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, scale=30),
         (
             floats(2, 2, 5, 4),
             floats(2, 2, 6, 4),

@@ -74,7 +74,7 @@ def _convolution_backward(
     groups: int,
     wanted: list[bool],
 ) -> list[Value | None]:
-    """Lower convolution_backward to ConvTranspose or Conv, Conv, and ReduceSum."""
+    """Lower convolution_backward to ConvTranspose or Conv, Conv or Gemm, and ReduceSum."""
     _check_sizes(stride, padding, dilation)
     found: list[Value | None] = [None, None, None]
     if wanted[0]:
@@ -122,9 +122,25 @@ def _of_weight(
     dilation: list[int],
     groups: int,
 ) -> Value:
-    """Return the weight's gradient: a convolution over the batch, stride and dilation swapped."""
+    """Return the weight's gradient: a convolution over the batch, stride and dilation swapped.
+
+    That of a kernel of size 1 is a matrix product of channels by places.
+    """
     rows, channels, outputs = x.shape[0], x.shape[1], gradient.shape[1]
     spatial = list(range(2, x.rank))
+    if groups == 1 and all(size == 1 for size in shape[2:]) and not any(padding):
+        if any(step > 1 for step in stride):
+            read = [rows, channels, *gradient.shape[2:]]
+            x = graph.slice(x, spatial, [0] * len(spatial), x.shape[2:], read, stride)
+        flat = [
+            graph.reshape(
+                graph.transpose(each, [1, 0, *spatial]),
+                [each.shape[1], product([rows, *each.shape[2:]])],
+            )
+            for each in (gradient, x)
+        ]
+        made = graph.value("Gemm", *flat, shape=[outputs, channels], dtype=x.dtype, transB=1)
+        return graph.reshape(made, [outputs, channels, *shape[2:]])
     if groups == 1:
         left, right = (graph.transpose(each, [1, 0, *spatial]) for each in (x, gradient))
         inner = channels
