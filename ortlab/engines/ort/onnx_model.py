@@ -22,6 +22,7 @@ from ortlab.engines.ort.lowering.graph import (
     NotLowered,
     OnnxGraph,
     Value,
+    hint,
     lower,
     shape_of,
     size_of,
@@ -234,15 +235,6 @@ def _order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     strides = [hint(stride) for stride in tensor.stride()]
     order = sorted(range(tensor.dim()), key=lambda i: -strides[i])
     return None if 0 in strides or order == sorted(order) else order
-
-
-def hint(size: Any) -> int:
-    """Return a size in the call that is being compiled; 1 where that is unknown.
-
-    Args:
-        size: Integer or SymInt.
-    """
-    return (size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 def _bind(graph: OnnxGraph, value: Value, *, symbols: bool) -> None:

@@ -27,13 +27,13 @@ from ortlab.engines.ort.lowering.graph import (
     NotLowered,
     OnnxGraph,
     Value,
+    hint,
     lower,
 )
 from ortlab.engines.ort.onnx_model import (
     VIEWS,
     NodeNotLowered,
     bind_number,
-    hint,
     is_number,
     lowered,
     operator_of,

@@ -118,7 +118,11 @@ class Session:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             session = ort.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+                model.SerializeToString(),
+                options,
+                providers=["CPUExecutionProvider"],
+                # The rules for products say where a matrix is transposed.
+                disabled_optimizers=["GemmTransposeFusion"],
             )
         # ORT's exceptions have no common base class.
         except Exception as error:

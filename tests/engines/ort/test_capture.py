@@ -525,6 +525,17 @@ def test_a_transposed_input_is_read_in_the_order_of_its_memory() -> None:
     assert [[size.dim_value for size in shape] for shape in shapes] == [[5, 4], [5, 3]]
 
 
+@pytest.mark.parametrize("sizes", [(768, 1024), (1024, 768)])
+def test_large_matrices_are_transposed_before_they_are_multiplied(sizes: tuple[int, int]) -> None:
+    pair = Pair(nn.Linear(*sizes))
+    pair.compare(torch.randn(700, sizes[0]))
+    (segment,) = pair.backend.graphs[-1].division.segments
+    nodes = segment.lowered.model.graph.node
+    (product,) = [node for node in nodes if node.op_type == "Gemm" and len(node.input) == 2][-1:]
+    assert not any(attribute.name == "transA" and attribute.i for attribute in product.attribute)
+    assert any(node.op_type == "Transpose" for node in nodes)
+
+
 def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones() -> None:
     def network(channels: int) -> nn.Module:
         convolution = nn.Conv2d(3, channels, 3, bias=False)

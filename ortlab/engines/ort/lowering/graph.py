@@ -126,6 +126,15 @@ def shape_of(shape: Iterable[Any]) -> tuple[Size, ...]:
     return tuple(map(size_of, shape))
 
 
+def hint(size: Any) -> int:
+    """Return a size in the call that is being compiled; 1 where that is unknown.
+
+    Args:
+        size: Integer or SymInt.
+    """
+    return (size.node.hint or 1) if isinstance(size, torch.SymInt) else size
+
+
 def product(sizes: Iterable[Size]) -> Size:
     """Return the product of sizes.
 

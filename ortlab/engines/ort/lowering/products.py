@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -14,11 +15,19 @@ from ortlab.engines.ort.lowering.graph import (
     OnnxGraph,
     Size,
     Value,
+    hint,
     lowers,
     result,
 )
 
 aten = torch.ops.aten
+
+_LARGE: Final = 500_000_000
+"""Products from which on a first matrix is transposed before, not within, a multiplication.
+
+ORT transposes it anew for each block of columns. A weight's gradient of 3072 x 768 from 1024 rows
+took 38 ms within, 32 ms with the smaller matrix and the result transposed, on two cores.
+"""
 
 
 def _operand(graph: OnnxGraph, x: Value) -> tuple[Value, int]:
@@ -39,9 +48,21 @@ def _operand(graph: OnnxGraph, x: Value) -> tuple[Value, int]:
 @lowers(aten.mm.default)
 def _mm(graph: OnnxGraph, node: fx.Node, one: Value, other: Value) -> Value:
     """Lower mm to Gemm, or MatMul of integers."""
+    shape = result(node).shape
     if not one.dtype.is_floating_point:
-        return graph.value("MatMul", one, other, shape=result(node).shape, dtype=one.dtype)
-    return _gemm(graph, result(node).shape, one, other)
+        return graph.value("MatMul", one, other, shape=shape, dtype=one.dtype)
+    (rows, inner), (_, columns) = (_sizes(each) for each in node.args)
+    if rows * inner * columns < _LARGE or not _operand(graph, one)[1] or _operand(graph, other)[1]:
+        return _gemm(graph, shape, one, other)
+    if rows <= columns:
+        return graph.value("Gemm", one, other, shape=shape, dtype=one.dtype)
+    turned = (graph.transpose(each, [1, 0]) for each in (other, one))
+    made = graph.value("Gemm", *turned, shape=shape[::-1], dtype=one.dtype)
+    return graph.transpose(made, [1, 0])
+
+
+def _sizes(node: Any) -> list[int]:
+    return [hint(size) for size in node.meta["val"].shape]
 
 
 @lowers(aten.addmm.default)
