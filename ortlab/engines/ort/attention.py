@@ -49,9 +49,9 @@ def attention(
     keep = None
     if is_causal:
         rows, columns = (torch.arange(n, device=query.device) for n in scores.shape[-2:])
-        scores = scores + _added(rows[:, None] >= columns, scores.dtype)
+        scores = scores + _added(rows[:, None] >= columns, scores)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        scores = scores + _added(attn_mask, scores.dtype)
+        scores = scores + _added(attn_mask, scores)
         keep = attn_mask.any(-1, keepdim=True)
     elif attn_mask is not None:
         scores = scores + attn_mask.clamp(min=lowest)
@@ -63,10 +63,10 @@ def attention(
     return result if keep is None else result * keep
 
 
-def _added(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _added(allowed: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Return what masks scores when it is added, which is faster in ORT than to select them."""
-    lowest = torch.finfo(dtype).min / 2  # so that the sum with a score is finite
-    return torch.where(allowed, 0.0, lowest).to(dtype)
+    lowest = torch.finfo(scores.dtype).min / 2  # so that the sum with a score is finite
+    return torch.where(allowed, scores.new_zeros(()), scores.new_full((), lowest))
 
 
 def _with_attention(function: Any) -> Any:
