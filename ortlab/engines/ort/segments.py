@@ -60,13 +60,13 @@ ResNet-18 of 32 x 32 pixels on two cores took 2.3 times as long with its convolu
 lays out the windows anew for each image. Small ones do not make up for another segment.
 """
 
-_ONE_PASS: Final = "which torch computes in one pass, and ORT node by node"
-_SELECTION: Final = "in which ORT selects in one thread"
+_ONE_PASS: Final = "and torch computes it in one pass, ORT node by node"
+_SELECTION: Final = "and ORT selects in one thread"
 _FASTER_WHEN_LARGE: Final[dict[Any, tuple[int, str]]] = {
     aten._native_batch_norm_legit_functional.default: (15_000, _ONE_PASS),
     aten.native_batch_norm_backward.default: (15_000, _ONE_PASS),
     aten._log_softmax_backward_data.default: (500_000, _ONE_PASS),
-    aten.nll_loss_backward.default: (500_000, "in which ORT scatters in one thread"),
+    aten.nll_loss_backward.default: (500_000, "and ORT scatters in one thread"),
     aten.where.self: (300_000, _SELECTION),
     aten.masked_fill.Scalar: (300_000, _SELECTION),
     aten.masked_fill.Tensor: (300_000, _SELECTION),
