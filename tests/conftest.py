@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ortlab.engines import runtimes
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.notebook.static_views import drawing
-from tests.support.chosen_tests import LONG, PLAIN, SLOW
+from tests.support.chosen_tests import LONG, PLAIN, RULES, SLOW
 
 # The libraries read these variables when they are imported, so a fixture would set them too late.
 # The kernels and scripts that tests start inherit them.
@@ -34,6 +35,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Tests that need several threads request them from torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+WITH_TRAINING = runtimes.TRAINING in runtimes.installed()
+
 pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in several folders
 
 
@@ -44,6 +47,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
     if f"{place}::{item.name}".startswith(PLAIN):
         item.add_marker("plain")
+    if place in RULES and WITH_TRAINING:
+        item.add_marker("nightly")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

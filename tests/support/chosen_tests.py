@@ -59,3 +59,6 @@ PLAIN = (
     "zoo/test_sweep.py",
 )
 """Tests that run again with plain onnxruntime, in `make plain`."""
+
+RULES = ("engines/ort/test_capture.py", "engines/ort/test_lowering.py")
+"""Files of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""
