@@ -383,12 +383,14 @@ def test_a_peak_belongs_to_one_interval() -> None:
     sampler = DeviceSampler()
     sampler.PERIOD_S = 0.02
     meter = sampler.start()
+    before = meter.take().rss_bytes
     size = 100 * 1024**2
     block = (ctypes.c_char * size)()
     ctypes.memset(block, 1, size)
     high = meter.highest_peak_bytes
     deadline = time.monotonic() + HANGS_S
-    while high() < size and time.monotonic() < deadline:
+    while high() < before + 0.9 * size:  # until the sampler has seen it
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     del block
     while meter.take().peak_bytes > high() - 0.5 * size:

@@ -525,6 +525,20 @@ def test_a_transposed_input_is_read_in_the_order_of_its_memory() -> None:
     assert [[size.dim_value for size in shape] for shape in shapes] == [[5, 4], [5, 3]]
 
 
+def test_a_query_that_attends_to_nothing_has_no_effect_in_float64() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+            x = self.layer(x)
+            return functional.scaled_dot_product_attention(x, x, x, allowed)
+
+    allowed = torch.arange(5)[:, None].expand(5, 5) > 1
+    Pair(Attention()).compare(torch.randn(2, 5, 4, dtype=torch.float64), allowed)
+
+
 @pytest.mark.parametrize("sizes", [(768, 1024), (1024, 768)])
 def test_large_matrices_are_transposed_before_they_are_multiplied(sizes: tuple[int, int]) -> None:
     pair = Pair(nn.Linear(*sizes))
