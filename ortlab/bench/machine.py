@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ortlab.utils.hardware import processor
+from ortlab.utils.wording import counted
 
 _IDLE = 0.5
 """Load average up to which a machine counts as idle."""
@@ -44,7 +45,7 @@ class Machine:
         words = {True: "with", False: "without", None: "not known to have"}
         parts = [
             self.processor,
-            f"{_count(self.cores, 'core')}, {_count(self.threads, 'torch thread')}",
+            f"{counted(self.cores, 'core')}, {counted(self.threads, 'torch thread')}",
             f"{words[self.avx512_bf16]} AVX512-BF16, {words[self.amx_bf16]} AMX",
         ]
         return ", ".join([*([self.gpu] if self.gpu else []), *parts])
@@ -69,7 +70,3 @@ def machine(device: str) -> Machine:
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         gpu=torch.cuda.get_device_name() if device == "cuda" else "",
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,6 +15,7 @@ import psutil
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.launch import Cluster
+from ortlab.utils.wording import counted
 
 ANSWER_S: Final = 5.0
 """Seconds that a rank on another host has to answer a question."""
@@ -109,16 +110,7 @@ def warn_of_sharing(host: str, count: int, available: int, what: str) -> None:
     """
     if count > available:
         warnings.warn(
-            f"{worker_count(count)} share {available} {what}{'' if available == 1 else 's'} of "
+            f"{counted(count, 'worker')} share {counted(available, what)} of "
             f"{host}: they take turns",
             stacklevel=5,
         )
-
-
-def worker_count(count: int) -> str:
-    """Return "1 worker", "2 workers" and so on.
-
-    Args:
-        count: Number of workers.
-    """
-    return "1 worker" if count == 1 else f"{count} workers"

@@ -24,7 +24,6 @@ from ortlab.cluster.placement import (
     PlacedRank,
     place_ranks,
     warn_of_sharing,
-    worker_count,
 )
 from ortlab.cluster.worker_table import COLUMNS, Worker, listening_note
 from ortlab.engines.base import tell
@@ -33,6 +32,7 @@ from ortlab.training.memory_advice import available_bytes
 from ortlab.utils import at_exit, scratch
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Table
+from ortlab.utils.wording import counted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +86,7 @@ class Workers:
         began = time.monotonic()
         if profile is None:
             warn_of_sharing("this machine", count, facts.cores(), "core")
-        tell(f"starting {worker_count(count)}")
+        tell(f"starting {counted(count, 'worker')}")
         self._cluster = Cluster(count, profile=profile, threads=max(1, facts.cores() // count))
         try:
             self._ranks = place_ranks(self._cluster, profile=profile)
@@ -94,7 +94,7 @@ class Workers:
             self._cluster.stop(kill=True)
             raise
         at_exit.register(self.stop, last=True)
-        tell(f"{worker_count(count)} up after {time.monotonic() - began:.1f} s")
+        tell(f"{counted(count, 'worker')} up after {time.monotonic() - began:.1f} s")
 
     def __len__(self) -> int:
         return len(self._ranks)

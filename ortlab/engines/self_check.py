@@ -24,12 +24,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.batch import tensors
-from ortlab.engines.step_check import Difference, counted
+from ortlab.engines.step_check import Difference
 from ortlab.engines.torch import autograd
 from ortlab.engines.torchscript import undifferentiated
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
 from ortlab.utils.errors import Concise
 from ortlab.utils.rng import RandomStates
+from ortlab.utils.wording import counted
 
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortlab.utils.tables import Column, Table
+from ortlab.utils.wording import counted
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class Difference:
     name: str
     of_ort: float | None
     of_eager: float | None
-
-
-def counted(number: int, kind: str) -> str:
-    """Return a number of things in words, such as "1 output" or "4 gradients"."""
-    return f"{number} {kind}" if number == 1 else f"{number} {kind}s"
 
 
 def _number(value: float | None) -> str:

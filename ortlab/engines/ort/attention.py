@@ -45,7 +45,6 @@ def attention(
         shared = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(shared, -3) for each in (key, value))
     scores = torch.matmul(query * factor, key.transpose(-1, -2))
-    lowest = torch.finfo(scores.dtype).min
     keep = None
     if is_causal:
         rows, columns = (torch.arange(n, device=query.device) for n in scores.shape[-2:])
@@ -54,7 +53,7 @@ def attention(
         scores = scores + _added(attn_mask, scores)
         keep = attn_mask.any(-1, keepdim=True)
     elif attn_mask is not None:
-        scores = scores + attn_mask.clamp(min=lowest)
+        scores = scores + attn_mask.clamp(min=torch.finfo(scores.dtype).min)
         keep = (attn_mask != -math.inf).any(-1, keepdim=True)
     weights = torch.softmax(scores, -1)
     if dropout_p > 0:

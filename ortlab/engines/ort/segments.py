@@ -28,6 +28,7 @@ from ortlab.engines.ort.lowering.graph import (
     OnnxGraph,
     Value,
     hint,
+    hints,
     lower,
 )
 from ortlab.engines.ort.onnx_model import (
@@ -88,7 +89,7 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         least, reason = _FASTER_WHEN_LARGE[node.target]
         nodes = (node, *node.all_input_nodes)
         tensors = [tensor for each in nodes for tensor in tensors_in(each.meta.get("val"))]
-        most = max(math.prod(hint(size) for size in tensor.shape) for tensor in tensors)
+        most = max(map(_elements, tensors))
         return None if most < least else f"it is large, {reason}"
     if node.target is aten.convolution.default:
         (x, weight), y, transposed = given[:2], node, given[6]
@@ -96,9 +97,7 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         (y, x, weight), transposed = given[:3], given[7]
     else:
         return FASTER_IN_TORCH.get(node.target)
-    kernel, places = (
-        [hint(size) for size in each.meta["val"].shape] for each in (weight, x if transposed else y)
-    )
+    kernel, places = map(hints, (weight, x if transposed else y))
     positions = math.prod(places) // max(1, places[1])  # where the kernel is applied
     if math.prod(kernel[2:]) == 1 or positions * math.prod(kernel) < _LARGE_CONVOLUTION:
         return None
@@ -602,10 +601,11 @@ class _Divider:
 
 def _bytes(node: fx.Node) -> int:
     """Return the size of the tensors of a node."""
-    return sum(
-        math.prod(hint(size) for size in each.shape) * each.element_size()
-        for each in tensors_in(node.meta.get("val"))
-    )
+    return sum(_elements(each) * each.element_size() for each in tensors_in(node.meta.get("val")))
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return math.prod(hint(size) for size in tensor.shape)
 
 
 def _after_placeholders(graph: fx.Graph) -> fx.Node:

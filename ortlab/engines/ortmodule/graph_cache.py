@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.utils import files as folders
+from ortlab.utils.wording import counted
 
 MOST_BYTES = 512 * 1024**2
 """Maximum total size of the files, in bytes; the least recently used are removed first."""
@@ -71,9 +72,8 @@ class Usage:
     size_bytes: int
 
     def __str__(self) -> str:
-        plural = "" if self.graphs == 1 else "s"
         size = f"{self.size_bytes / 1024**2:.1f} MiB"
-        return f"{self.graphs} exported graph{plural}, {size}, in {self.folder}"
+        return f"{counted(self.graphs, 'exported graph')}, {size}, in {self.folder}"
 
 
 def folder() -> Path:

@@ -203,6 +203,10 @@ ACTIVATIONS: dict[str, Case] = {
 
 REDUCTIONS: dict[str, Case] = {
     "sum": (lambda x: x.sum() + x.sum(0) + x.sum((0, 2), keepdim=True), (floats(3, 4, 4),)),
+    "sum of wide rows": (
+        lambda x: x.sum(0) + x.sum((0, 1), keepdim=True),
+        (floats(3, 2, 64),),
+    ),
     "sum of integers": (lambda x: x.sum(-1) + x.int().sum(), (signed(3, 4),)),
     "sum of bools": (lambda x: x.sum(0), (bools(3, 4),)),
     "mean": (lambda x: x.mean() + x.mean(1) + x.mean((0, 1), keepdim=True), (floats(3, 4),)),

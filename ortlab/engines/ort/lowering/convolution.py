@@ -122,25 +122,11 @@ def _of_weight(
     dilation: list[int],
     groups: int,
 ) -> Value:
-    """Return the weight's gradient: a convolution over the batch, stride and dilation swapped.
-
-    That of a kernel of size 1 is a matrix product of channels by places.
-    """
+    """Return the weight's gradient: a convolution over the batch, stride and dilation swapped."""
+    if groups == 1 and all(size == 1 for size in shape[2:]) and not any(padding):
+        return _of_channels(graph, x, gradient, stride)
     rows, channels, outputs = x.shape[0], x.shape[1], gradient.shape[1]
     spatial = list(range(2, x.rank))
-    if groups == 1 and all(size == 1 for size in shape[2:]) and not any(padding):
-        if any(step > 1 for step in stride):
-            read = [rows, channels, *gradient.shape[2:]]
-            x = graph.slice(x, spatial, [0] * len(spatial), x.shape[2:], read, stride)
-        flat = [
-            graph.reshape(
-                graph.transpose(each, [1, 0, *spatial]),
-                [each.shape[1], product([rows, *each.shape[2:]])],
-            )
-            for each in (gradient, x)
-        ]
-        made = graph.value("Gemm", *flat, shape=[outputs, channels], dtype=x.dtype, transB=1)
-        return graph.reshape(made, [outputs, channels, *shape[2:]])
     if groups == 1:
         left, right = (graph.transpose(each, [1, 0, *spatial]) for each in (x, gradient))
         inner = channels
@@ -166,3 +152,19 @@ def _of_weight(
         group=groups,
     )
     return graph.transpose(_cut(graph, made, made.shape), [1, 0, *spatial])
+
+
+def _of_channels(graph: OnnxGraph, x: Value, gradient: Value, stride: list[int]) -> Value:
+    """Return the gradient of a weight of size 1: a product of matrices of channels by places."""
+    spatial = list(range(2, x.rank))
+    if any(step > 1 for step in stride):
+        read = [*x.shape[:2], *gradient.shape[2:]]
+        x = graph.slice(x, spatial, [0] * len(spatial), x.shape[2:], read, stride)
+    places = product([x.shape[0], *x.shape[2:]])
+    left, right = (
+        graph.reshape(graph.transpose(each, [1, 0, *spatial]), [each.shape[1], places])
+        for each in (gradient, x)
+    )
+    shape = [left.shape[0], right.shape[0]]
+    made = graph.value("Gemm", left, right, shape=shape, dtype=x.dtype, transB=1)
+    return graph.reshape(made, [*shape, *[1] * len(spatial)])

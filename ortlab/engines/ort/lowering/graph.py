@@ -135,6 +135,15 @@ def hint(size: Any) -> int:
     return (size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
+def hints(node: Any) -> list[int]:
+    """Return the shape of a node's tensor in the call that is being compiled.
+
+    Args:
+        node: Node of a graph of FX.
+    """
+    return [hint(size) for size in node.meta["val"].shape]
+
+
 def product(sizes: Iterable[Size]) -> Size:
     """Return the product of sizes.
 
@@ -548,7 +557,7 @@ class OnnxGraph:
         starts: Sequence[Number],
         ends: Sequence[Number],
         shape: Sequence[Size],
-        steps: Sequence[int] = (),
+        steps: Sequence[Number] = (),
     ) -> Value:
         """Return a range of some dimensions.
 

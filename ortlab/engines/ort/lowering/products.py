@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from ortlab.engines.ort.lowering.graph import (
     OnnxGraph,
     Size,
     Value,
-    hint,
+    hints,
     lowers,
     result,
 )
@@ -30,17 +30,21 @@ took 38 ms within, 32 ms with the smaller matrix and the result transposed, on t
 """
 
 
+def _is_turned(x: Value) -> bool:
+    """Return True if a matrix is the transpose of one that is laid out by rows."""
+    inner = x.merged or x
+    return inner.transposed is not None and inner.transposed[1][-2] == inner.transposed[0].rank - 1
+
+
 def _operand(graph: OnnxGraph, x: Value) -> tuple[Value, int]:
     """Return a matrix, or one whose transpose it is, and whether it is to be transposed.
 
     Where the matrix has to be laid out anew, whole rows are moved rather than single elements.
     """
     inner = x.merged or x
-    if inner.transposed is None:
+    if inner.transposed is None or not _is_turned(x):
         return x, 0
     source, order = inner.transposed
-    if order[-2] != source.rank - 1:
-        return x, 0
     turned = graph.transpose(source, (*order[:-2], order[-1], order[-2]))
     return graph.reshape(turned, (*x.shape[:-2], x.shape[-1], x.shape[-2])), 1
 
@@ -51,18 +55,14 @@ def _mm(graph: OnnxGraph, node: fx.Node, one: Value, other: Value) -> Value:
     shape = result(node).shape
     if not one.dtype.is_floating_point:
         return graph.value("MatMul", one, other, shape=shape, dtype=one.dtype)
-    (rows, inner), (_, columns) = (_sizes(each) for each in node.args)
-    if rows * inner * columns < _LARGE or not _operand(graph, one)[1] or _operand(graph, other)[1]:
+    (rows, inner), (_, columns) = map(hints, node.args)
+    if rows * inner * columns < _LARGE or not _is_turned(one) or _is_turned(other):
         return _gemm(graph, shape, one, other)
     if rows <= columns:
         return graph.value("Gemm", one, other, shape=shape, dtype=one.dtype)
     turned = (graph.transpose(each, [1, 0]) for each in (other, one))
     made = graph.value("Gemm", *turned, shape=shape[::-1], dtype=one.dtype)
     return graph.transpose(made, [1, 0])
-
-
-def _sizes(node: Any) -> list[int]:
-    return [hint(size) for size in node.meta["val"].shape]
 
 
 @lowers(aten.addmm.default)

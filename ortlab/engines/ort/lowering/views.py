@@ -123,8 +123,7 @@ def _slice(
     start, end = 0 if start is None else start, END if end is None else end
     if shape == x.shape and step == 1:
         return x
-    inputs = (graph.sizes([each]) for each in (start, end, dim % x.rank, step))
-    return graph.value("Slice", x, *inputs, shape=shape, dtype=x.dtype)
+    return graph.slice(x, [dim % x.rank], [start], [end], shape, [step])
 
 
 @lowers(aten.select.int)
@@ -181,8 +180,7 @@ def _flip(graph: OnnxGraph, node: fx.Node, x: Value, dims: list[int]) -> Value:
     if not dims or x.rank == 0:
         return x
     axes, back = [dim % x.rank for dim in dims], [-1] * len(dims)
-    inputs = (graph.sizes(each) for each in (back, [-END] * len(dims), axes, back))
-    return graph.value("Slice", x, *inputs, shape=x.shape, dtype=x.dtype)
+    return graph.slice(x, axes, back, [-END] * len(dims), x.shape, back)
 
 
 @lowers(aten.constant_pad_nd.default)
