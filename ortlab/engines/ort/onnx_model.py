@@ -198,15 +198,14 @@ def lowered(module: fx.GraphModule) -> Lowered:
     for i, node in enumerate(placeholders):
         value, order = node.meta["val"], None
         if isinstance(value, torch.Tensor):
-            known[node] = read = values_of(node, iter([node.name]))
+            dtype = torch.uint8 if _is_mask(node) else value.dtype
+            known[node] = read = Value(node.name, shape_of(value.shape), dtype)
             order = _order_in_memory(value)
             if order is not None:
-                read = Value(read.name, tuple(read.shape[i] for i in order), read.dtype)
+                read = Value(read.name, tuple(read.shape[i] for i in order), dtype)
                 known[node] = graph.transpose(read, [order.index(i) for i in range(read.rank)])
             reads.append(read)
-            info = helper.make_tensor_value_info(
-                node.name, ONNX_TYPES[value.dtype], _named(read.shape)
-            )
+            info = helper.make_tensor_value_info(node.name, ONNX_TYPES[dtype], _named(read.shape))
         else:
             known[node] = number = _number(value)
             if not isinstance(number, sympy.Expr):
@@ -225,6 +224,13 @@ def lowered(module: fx.GraphModule) -> Lowered:
             known[node] = _lowered_node(graph, node, known)
     (output,) = (node for node in nodes if node.op == "output")
     return _assembled(graph, output.args[0], known, offered)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Return True for booleans of which only dropout reads: numbers save it a pass over them."""
+    return node.meta["val"].dtype is torch.bool and all(
+        user.target is aten.native_dropout_backward.default for user in node.users
+    )
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int] | None:

@@ -62,12 +62,14 @@ lays out the windows anew for each image. Small ones do not make up for another 
 """
 
 _ONE_PASS: Final = "and torch computes it in one pass, ORT node by node"
+_SCATTER: Final = "and ORT scatters in one thread"
 _SELECTION: Final = "and ORT selects in one thread"
 _FASTER_WHEN_LARGE: Final[dict[Any, tuple[int, str]]] = {
     aten._native_batch_norm_legit_functional.default: (15_000, _ONE_PASS),
     aten.native_batch_norm_backward.default: (15_000, _ONE_PASS),
     aten._log_softmax_backward_data.default: (500_000, _ONE_PASS),
-    aten.nll_loss_backward.default: (500_000, "and ORT scatters in one thread"),
+    aten.nll_loss_backward.default: (500_000, _SCATTER),
+    aten.max_pool2d_with_indices_backward.default: (300_000, _SCATTER),
     aten.where.self: (300_000, _SELECTION),
     aten.masked_fill.Scalar: (300_000, _SELECTION),
     aten.masked_fill.Tensor: (300_000, _SELECTION),
@@ -103,6 +105,20 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         return None
     return "it is large, and torch has faster kernels for it"
 
+
+_ISLAND: Final = 3
+_PRODUCTS: Final = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+)
+"""Operators up to which an ORT segment without a matrix product, after a torch segment, is none.
+
+They run in torch as well: a segment takes some 0.1 ms, and torch's threads spin when it starts.
+ResNet-18 has a ReLU, or an addition and a ReLU, between any two convolutions.
+"""
+
+TOO_FEW: Final = "a segment for so few operators after others in torch would take longer"
+
+_FREE: Final = VIEWS | {operator.getitem}
 
 _OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
@@ -324,6 +340,8 @@ def divide(
         The divided graph, ready to run.
     """
     in_torch = {**_not_lowered(module), **(chosen or {})}
+    islands = _Divider(module, in_torch, severity).islands()
+    in_torch |= dict.fromkeys(islands, TOO_FEW)
     while True:
         try:
             return _Divider(module, in_torch, severity).divided()
@@ -450,6 +468,23 @@ class _Divider:
                 level = last_draw = max(level, last_draw)  # in the order of the program
             levels[node] = level
         return levels
+
+    def islands(self) -> list[fx.Node]:
+        """Return the operators of very small ORT segments that follow on torch segments."""
+        segments: dict[int, list[fx.Node]] = defaultdict(list)
+        for node, level in self._levels_of().items():
+            if level % 2 and node.target not in _FREE:
+                segments[level].append(node)
+        found: list[fx.Node] = []
+        for nodes in segments.values():
+            read = {source for node in nodes for source in self._sources(node)} & self._torch
+            if (
+                len(nodes) <= _ISLAND
+                and _PRODUCTS.isdisjoint(node.target for node in nodes)
+                and not all(map(draws.is_random, read))
+            ):
+                found += nodes
+        return found
 
     def _in_parts(self, levels: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, int]]:
         """Return the segment of each operator: those in ORT end where they have read much.

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import onnx
 import torch
 from onnx import TensorProto
@@ -30,6 +31,10 @@ _OLDEST: Final = (1, 19)
 
 SILENT: Final = 4
 """Severity at which ORT prints no error: each is raised as well."""
+
+
+_OF_MASK: Final = {**NUMPY_TYPES, torch.bool: np.uint8}
+"""Types of an input that takes numbers of 8 bits, and the memory of booleans as such."""
 
 
 _TRAINING: Final = "onnxruntime.training.ortmodule"
@@ -134,6 +139,9 @@ class Session:
         device = native.OrtDevice
         self._device = device(device.cpu(), device.default_memory(), 0)
         self._devices = [self._device] * len(self.inputs), [self._device] * len(self.outputs)
+        read = {each.name: each.type.tensor_type.elem_type for each in model.graph.input}
+        masks = [name for name in self.inputs if read[name] == TensorProto.UINT8]
+        self._types = [_OF_MASK if name in masks else NUMPY_TYPES for name in self.inputs]
         boolean = TensorProto.BOOL
         types = {each.name: each.type.tensor_type.elem_type for each in model.graph.output}
         self._booleans = [i for i, name in enumerate(self.outputs) if types[name] == boolean]
@@ -155,7 +163,7 @@ class Session:
         given.push_back_batch(
             tensors,
             [tensor.data_ptr() or _empty(tensor.dtype).data_ptr() for tensor in tensors],
-            [NUMPY_TYPES[tensor.dtype] for tensor in tensors],
+            [types[tensor.dtype] for types, tensor in zip(self._types, tensors, strict=True)],
             [tensor.shape for tensor in tensors],
             self._devices[0],
         )

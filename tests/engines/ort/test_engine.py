@@ -367,11 +367,12 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 4)
+        self.layer, self.head = nn.Linear(6, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
-        return h * torch.special.erfcx(h)
+        y: Tensor = self.head(h * torch.special.erfcx(h))
+        return y
 
 
 def test_operators_in_torch_are_remarks_with_their_lines_after_the_share_of_ort() -> None:

@@ -41,11 +41,12 @@ def _gelu_backward(
         return graph.binary("Mul", one, other)
 
     if approximate == "none":
-        # Halves and signs are in the constants: each operator is a pass over the memory.
-        cdf = graph.binary("Add", graph.unary("Erf", times(x, 1 / math.sqrt(2))), 1.0)
-        density = graph.unary("Exp", times(x, times(x, -0.5)))
-        pdf = times(times(x, 2 / math.sqrt(2 * math.pi)), density)
-        return times(times(gradient, 0.5), graph.binary("Add", cdf, pdf))
+        # As few operators as possible: each is a pass over the memory.
+        part = times(x, 1 / math.sqrt(2))
+        cdf = graph.unary("HardSigmoid", graph.unary("Erf", part), alpha=0.5, beta=0.5)
+        density = graph.binary("Div", part, graph.unary("Exp", times(part, part)))
+        slope = graph.binary("Add", cdf, times(density, 1 / math.sqrt(math.pi)))
+        return times(gradient, slope)
     square = times(x, x)
     inner = times(graph.binary("Add", times(square, _CUBIC), 1.0), times(x, _TANH_FORM))
     tanh = graph.unary("Tanh", inner)
@@ -109,6 +110,12 @@ def _hardswish(graph: OnnxGraph, node: fx.Node, x: Value) -> Value:
 def _dropout_backward(
     graph: OnnxGraph, node: fx.Node, gradient: Value, mask: Value, scale: Number
 ) -> Value:
-    """Lower native_dropout_backward, or dropout with a drawn mask, to Cast, Mul."""
-    kept = graph.binary("Mul", graph.cast(mask, gradient.dtype), scale)
+    """Lower native_dropout_backward, or dropout with a drawn mask, to DequantizeLinear, Mul."""
+    if mask.dtype is torch.uint8 and gradient.dtype is torch.float32:
+        factor = graph.scalar(scale, gradient.dtype)
+        kept = graph.value(
+            "DequantizeLinear", mask, factor, shape=mask.shape, dtype=gradient.dtype
+        )
+    else:
+        kept = graph.binary("Mul", graph.cast(mask, gradient.dtype), scale)
     return graph.binary("Mul", gradient, kept)
