@@ -7,7 +7,9 @@ bit, on a CPU.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, Final
 
 import sympy
 import torch
@@ -71,8 +73,39 @@ class Draw:
     def __call__(self, *values: int) -> torch.Tensor:
         """Draw."""
         made = self._layout.empty(*values)
-        getattr(made, self._kind)(*self._parameters)
+        dense = made.untyped_storage().nbytes() == made.numel() * made.element_size()
+        if self._kind == "bernoulli_" and dense and made.device.type == "cpu" and _by_fractions():
+            _bernoulli(made.as_strided((made.numel(),), (1,)), *self._parameters)
+        else:
+            getattr(made, self._kind)(*self._parameters)
         return made
+
+
+_FRACTIONS: Final = 1 << 53
+_AT_A_TIME: Final = 1 << 15  # elements up to which torch's operators wake no other thread
+
+
+def _bernoulli(made: torch.Tensor, probability: float, generator: Any = None) -> None:
+    """Draw as ``bernoulli_`` does, in three quarters of the time."""
+    drawn = torch.empty(_AT_A_TIME, dtype=torch.int64, device="cpu")
+    least = math.ceil(probability * _FRACTIONS)
+    for part in torch.split(made, _AT_A_TIME):
+        numerators = drawn[: len(part)].random_(generator=generator)
+        torch.lt(numerators.bitwise_and_(_FRACTIONS - 1), least, out=part)
+
+
+@functools.cache
+def _by_fractions() -> bool:
+    """Return True if ``bernoulli_`` compares a random fraction of 2**53 for each element.
+
+    It does in torch 2.13 (``ATen/core/DistributionsHelper.h``).
+    """
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    one, other = (torch.empty(99, dtype=torch.bool, device="cpu") for _ in range(2))
+    one.bernoulli_(0.3, generator=generators[0])
+    _bernoulli(other, 0.3, generators[1])
+    states = [generator.get_state() for generator in generators]
+    return torch.equal(one, other) and torch.equal(*states)
 
 
 class LaidOut:

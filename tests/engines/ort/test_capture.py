@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ortlab.engines.ort import draws
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ort.capture import Backend
 from ortlab.engines.ort.lowering import graph as lowering
@@ -241,6 +242,27 @@ def test_draws_keep_the_order_of_eager_torch() -> None:
         torch.manual_seed(rows)
         pair.reference(torch.randn(rows, 6, generator=torch.Generator()))
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((0, 3), (3, 1)), ((), ()), ((1 << 15, 3), (1, 1 << 15)), ((2, 40_000), (40_008, 1))],
+    ids=["empty", "one", "turned", "with gaps"],
+)
+def test_a_draw_is_torchs_own(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, probability: float
+) -> None:
+    assert draws._by_fractions()  # else each draw is torch's by definition
+    wanted = torch.empty_strided(size, stride, dtype=dtype)
+    torch.manual_seed(5)
+    found = draws.Draw("bernoulli_", draws.Layout(wanted), probability)()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(found, wanted.bernoulli_(probability))
+    assert found.stride() == stride
+    assert torch.equal(after, torch.get_rng_state())
 
 
 def test_masks_are_read_as_numbers_by_dropout_alone() -> None:
