@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -272,9 +273,17 @@ def _fed(value: Any, order: list[int] | None) -> torch.Tensor:
     return value.contiguous() if order is None else value.permute(order).contiguous()
 
 
+_NO_KERNEL: Final = re.compile(r"Could not find an implementation for (\w+)\(")
+
+
 def _blamed(graph: fx.GraphModule, message: str) -> NodeNotLowered:
     """Return the error about the first node of a graph that a message of ORT names."""
-    reason = " ".join(message.split())[:200]
+    missing = _NO_KERNEL.search(message)
+    reason = (
+        f"ORT has no kernel of {missing[1]} for its types"
+        if missing
+        else " ".join(message.split())[:200]
+    )
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     for node in sorted(nodes, key=lambda node: -len(node.name)):
         if f"{node.name}/" in message:
@@ -352,11 +361,33 @@ def divide(
         try:
             return _Divider(module, in_torch, severity).divided()
         except NodeNotLowered as error:
-            if error.node is None:
+            if error.node is not None:
+                named = next(node for node in module.graph.nodes if node.name == error.node.name)
+                _add_alike(module, in_torch, named, error.reason)
+            elif refused := _refused_alone(module, in_torch):
+                in_torch |= refused
+            else:
                 in_torch = dict.fromkeys(filter(_computes, module.graph.nodes), error.reason)
-                continue
-            named = next(node for node in module.graph.nodes if node.name == error.node.name)
-            _add_alike(module, in_torch, named, error.reason)
+
+
+def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """Return the operators that ORT refuses in a segment of their own.
+
+    ORT's message names no node if it stands for several, as Gelu does in float64.
+    """
+    found: dict[fx.Node, str] = {}
+    tried = set(map(_kind, in_torch))
+    computing = list(filter(_computes, module.graph.nodes))
+    for node in computing:
+        if _kind(node) not in tried and node.target not in _FREE:
+            tried.add(_kind(node))
+            own = {node, *(user for user in node.users if user.target is operator.getitem)}
+            others = dict.fromkeys((other for other in computing if other not in own), "")
+            try:
+                _Divider(module, others, SILENT).divided()
+            except NodeNotLowered as error:
+                _add_alike(module, found, node, error.reason)
+    return found
 
 
 def _computes(node: fx.Node) -> bool:
@@ -368,13 +399,14 @@ def _add_alike(
     module: fx.GraphModule, in_torch: dict[fx.Node, str], named: fx.Node, reason: str
 ) -> None:
     """Let all calls of an operator with the same types run in torch, with its results."""
-
-    def kind(node: fx.Node) -> Any:
-        return node.target, tuple(tensor.dtype for tensor in tensors_in(node.meta.get("val")))
-
     for node in module.graph.nodes:
-        if node.op == "call_function" and kind(node) == kind(named):
+        if node.op == "call_function" and _kind(node) == _kind(named):
             in_torch[node] = reason
+
+
+def _kind(node: fx.Node) -> tuple[Any, tuple[torch.dtype, ...]]:
+    """Return the operator that a node calls, and the types of its results."""
+    return node.target, tuple(tensor.dtype for tensor in tensors_in(node.meta.get("val")))
 
 
 def _not_lowered(module: fx.GraphModule) -> dict[fx.Node, str]:

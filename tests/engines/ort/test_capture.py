@@ -496,6 +496,14 @@ def test_an_operator_that_ort_refuses_runs_in_torch(monkeypatch: pytest.MonkeyPa
     assert "no implementation for node" in in_torch(pair.backend)["aten.tanh"]
 
 
+def test_only_what_ort_refuses_runs_in_torch_where_its_message_names_no_node() -> None:
+    layers = [nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.Dropout(0.2)]
+    pair = Pair(nn.Sequential(*layers).double())
+    pair.compare(torch.randn(4, 6, dtype=torch.float64))
+    reason = "ORT has no kernel of Erf for its types"
+    assert in_torch(pair.backend) == {"aten.gelu": reason, "aten.gelu_backward": reason}
+
+
 def test_an_operator_that_fails_in_a_call_runs_in_torch_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
