@@ -143,17 +143,33 @@ def _vit(quick: bool) -> Task:
     return ViTForImageClassification(config), batch
 
 
+def _resnet(quick: bool) -> Task:
+    import torch  # heavy: torch
+    from transformers import ResNetConfig, ResNetForImageClassification  # heavy: transformers
+
+    widths, rows = ([8, 16], 2) if quick else ([64, 128, 256, 512], 32)
+    config = ResNetConfig(
+        embedding_size=widths[0],
+        hidden_sizes=widths,
+        depths=[2] * len(widths),
+        layer_type="basic",
+        **_classes(_CLASSES, attn_implementation="eager"),  # it has none
+    )
+    batch = {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": _ids(_CLASSES, rows)}
+    return ResNetForImageClassification(config), batch
+
+
 def _common(**more: Any) -> dict[str, Any]:
     """Return settings that are not declared fields of a configuration, extended by `more`."""
     return {"attn_implementation": "sdpa", **more}
 
 
-def _classes(number: int) -> dict[str, Any]:
-    """Return a classifier's settings.
+def _classes(number: int, **more: Any) -> dict[str, Any]:
+    """Return a classifier's settings, extended by `more`.
 
     Without a problem type, the first call would choose one and modify the model.
     """
-    return _common(num_labels=number, problem_type="single_label_classification")
+    return _common(num_labels=number, problem_type="single_label_classification", **more)
 
 
 def _berts(layers: int, hidden: int, rows: int, tokens: int) -> Model:
@@ -171,4 +187,5 @@ MODELS = {
     "gpt2-768": Model("GPT-2 4 x 768, 4 x 256 tokens", _gpt2),
     "t5-small": Model("T5-small, 4 x 64 tokens to 4 x 64", _t5),
     "vit-small": Model("ViT-small, 4 images of 224 x 224", _vit),
+    "resnet-18": Model("ResNet-18, 32 images of 32 x 32", _resnet),
 }
