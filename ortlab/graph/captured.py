@@ -21,7 +21,6 @@ from torch import fx, nn
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ort.capture import CompiledGraph
-from ortlab.engines.ort.draws import Draw
 from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
 from ortlab.engines.ort.model import OrtModel
 from ortlab.engines.ort.onnx_model import VIEWS, code_line, is_number, source_line
@@ -283,10 +282,12 @@ class _Builder:
         if self._stage == "captured" and node.target in VIEWS:
             self._viewed[node.name] = known[node]
         results = known[node] if isinstance(known[node], list) else [known[node]]
+        packet = getattr(node.target, "overloadpacket", node.target)
+        name = str(getattr(packet, "__name__", packet)).rpartition(".")[2]
         reads = [known.get(each) for each in node.all_input_nodes]
         flat = [each for part in reads for each in (part if isinstance(part, list) else [part])]
         proto = helper.make_node(
-            _operator_name(node.target),
+            name,
             [each for each in flat if each],
             [each or "" for each in results],
             self._node_name(node, node.name),
@@ -415,14 +416,6 @@ def _call(node: fx.Node) -> str:
     for key, path in reversed(_stack(node)):
         return path + "".join(re.findall(r"@\d+$", key))
     return ""
-
-
-def _operator_name(target: Any) -> str:
-    """Return the name of what a node calls, without its overload."""
-    if isinstance(target, Draw):
-        return target.kind
-    packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
 
 def _source(node: fx.Node) -> str:

@@ -118,7 +118,6 @@ def test_nodes_know_their_module_and_their_line(graphs: Graphs) -> None:
         assert set(known) <= set(modules)
         assert known.total() > 0.9 * len(stage.nodes)
         assert sum(bool(node.source) for node in stage.nodes) > 0.9 * len(stage.nodes)
-    assert graphs.captured.ops["torch.bernoulli_"] == 8  # masks of dropout
     (gelu,) = (n for n in graphs.forward.nodes if n.op == "Gelu" and "layer.0" in n.module)
     assert gelu.module == "bert.encoder.layer.0.intermediate.intermediate_act_fn"
     for node in graphs.gradient.gradients[gelu.name]:

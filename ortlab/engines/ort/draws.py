@@ -56,11 +56,7 @@ def _source(size: Size) -> str:
 
 
 class Draw:
-    """Function of size symbols that draws a tensor.
-
-    Attributes:
-        kind: In-place method of the distribution.
-    """
+    """Function of size symbols that draws a tensor."""
 
     __name__ = __qualname__ = "draw"
 
@@ -72,16 +68,16 @@ class Draw:
             layout: Layout of the tensor; elements are drawn in their order in memory.
             *parameters: Parameters of the distribution.
         """
-        self.kind, self._layout, self._parameters = kind, layout, parameters
+        self._kind, self._layout, self._parameters = kind, layout, parameters
 
     def __call__(self, *values: int) -> torch.Tensor:
         """Draw."""
         made = self._layout.empty(*values)
         dense = made.untyped_storage().nbytes() == made.numel() * made.element_size()
-        if self.kind == "bernoulli_" and dense and made.device.type == "cpu" and _by_fractions():
-            _bernoulli(made.as_strided((made.numel(),), (1,)), self._parameters[0])
+        if self._kind == "bernoulli_" and dense and made.device.type == "cpu" and _by_fractions():
+            _bernoulli(made.as_strided((made.numel(),), (1,)), *self._parameters)
         else:
-            getattr(made, self.kind)(*self._parameters)
+            getattr(made, self._kind)(*self._parameters)
         return made
 
 
@@ -89,9 +85,7 @@ _FRACTIONS: Final = 1 << 53
 _AT_A_TIME: Final = 1 << 15  # elements up to which torch's operators wake no other thread
 
 
-def _bernoulli(
-    made: torch.Tensor, probability: float, generator: torch.Generator | None = None
-) -> None:
+def _bernoulli(made: torch.Tensor, probability: float, generator: Any = None) -> None:
     """Draw as ``bernoulli_`` does, in three quarters of the time."""
     drawn = torch.empty(_AT_A_TIME, dtype=torch.int64, device="cpu")
     least = math.ceil(probability * _FRACTIONS)
