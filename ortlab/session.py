@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
-    from ortlab.engines.ort.model import OrtModel
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -117,14 +116,9 @@ class ModelReports:
 
     def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
         """See `ortlab.api.graphs`."""
-        # heavy: torch
-        from ortlab.graph import capture, captured
+        from ortlab.graph.capture import capture  # heavy: torch
 
-        record = wrapped_model(model)
-        if record is not None and record.engine == "ort":
-            found = captured.graphs(cast("OrtModel", record), batch)
-        else:
-            found = capture.capture(model, batch)
+        found = capture(model, batch)
         found.measured += self._measured.get(model, {}).values()
         return found
 

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import onnx
 import sympy
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from ortlab.engines.ort import draws, session
+from ortlab.engines.ort import draws
 from ortlab.engines.ort.lowering.graph import (
     ONNX_TYPES,
     RULES,
@@ -204,7 +203,6 @@ class OrtSegment(torch.nn.Module):
         Raises:
             NodeNotLowered: If ORT refuses a node.
         """
-        self._optimize = optimize
         if self.lowered.outputs:  # ORT refuses a graph without nodes
             try:
                 self._session = Session(
@@ -216,10 +214,6 @@ class OrtSegment(torch.nn.Module):
                 )
             except SessionFailed as error:
                 raise _blamed(self.graph, str(error)) from error
-
-    def executed(self) -> onnx.ModelProto:
-        """Return the ONNX model after ORT's optimizations."""
-        return session.executed(self.lowered.model, optimize=self._optimize)
 
     def forward(self, *arguments: Any) -> list[torch.Tensor]:
         """Run the segment."""

@@ -161,14 +161,12 @@ class OnnxGraph:
     Attributes:
         nodes: Nodes in order of execution.
         constants: Initializers by content.
-        values: Results of nodes, by name.
         current: FX node whose rule is running.
     """
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[Any, TensorProto] = {}
-        self.values: dict[str, Value] = {}
         self.current: fx.Node | None = None
         self._made: dict[Any, list[str]] = {}
         self._sizes: dict[sympy.Expr, Value] = {}
@@ -251,8 +249,7 @@ class OnnxGraph:
             The output.
         """
         (name,) = self.node(operator, *inputs, outputs=1, domain=domain, **attributes)
-        self.values[name] = Value(name, tuple(shape), dtype)
-        return self.values[name]
+        return Value(name, tuple(shape), dtype)
 
     # Constants and sizes
 
