@@ -153,7 +153,7 @@ def _resnet(quick: bool) -> Task:
         hidden_sizes=widths,
         depths=[2] * len(widths),
         layer_type="basic",
-        **_classes(_CLASSES, attn_implementation="eager"),  # it has none
+        **_classes(_CLASSES, attn_implementation="eager"),  # without attention, sdpa is refused
     )
     batch = {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": _ids(_CLASSES, rows)}
     return ResNetForImageClassification(config), batch

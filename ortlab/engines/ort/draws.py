@@ -75,7 +75,7 @@ class Draw:
         made = self._layout.empty(*values)
         dense = made.untyped_storage().nbytes() == made.numel() * made.element_size()
         if self._kind == "bernoulli_" and dense and made.device.type == "cpu" and _by_fractions():
-            _bernoulli(made.as_strided((made.numel(),), (1,)), *self._parameters)
+            _bernoulli(made.as_strided((made.numel(),), (1,)), self._parameters[0])
         else:
             getattr(made, self._kind)(*self._parameters)
         return made
@@ -85,7 +85,9 @@ _FRACTIONS: Final = 1 << 53
 _AT_A_TIME: Final = 1 << 15  # elements up to which torch's operators wake no other thread
 
 
-def _bernoulli(made: torch.Tensor, probability: float, generator: Any = None) -> None:
+def _bernoulli(
+    made: torch.Tensor, probability: float, generator: torch.Generator | None = None
+) -> None:
     """Draw as ``bernoulli_`` does, in three quarters of the time."""
     drawn = torch.empty(_AT_A_TIME, dtype=torch.int64, device="cpu")
     least = math.ceil(probability * _FRACTIONS)

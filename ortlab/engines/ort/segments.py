@@ -107,19 +107,21 @@ def _faster_in_torch(node: fx.Node) -> str | None:
     return "it is large, and torch has faster kernels for it"
 
 
-_ISLAND: Final = 3
+_FEW: Final = 3
+"""Operators that run in torch if they would be all of an ORT segment after a torch segment.
+
+A segment takes some 0.1 ms, and torch's threads spin when it starts. ResNet-18 has a ReLU, or an
+addition and a ReLU, between any two convolutions. A segment with one of `_PRODUCTS` stays.
+"""
+
 _PRODUCTS: Final = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 )
-"""Operators up to which an ORT segment without a matrix product, after a torch segment, is none.
-
-They run in torch as well: a segment takes some 0.1 ms, and torch's threads spin when it starts.
-ResNet-18 has a ReLU, or an addition and a ReLU, between any two convolutions.
-"""
 
 TOO_FEW: Final = "a segment for so few operators after others in torch would take longer"
 
 _FREE: Final = VIEWS | {operator.getitem}
+"""What no kernel computes."""
 
 _OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
@@ -349,8 +351,7 @@ def divide(
         The divided graph, ready to run.
     """
     in_torch = {**_not_lowered(module), **(chosen or {})}
-    islands = _Divider(module, in_torch, severity).islands()
-    in_torch |= dict.fromkeys(islands, TOO_FEW)
+    in_torch |= dict.fromkeys(_Divider(module, in_torch, severity).too_few(), TOO_FEW)
     while True:
         try:
             return _Divider(module, in_torch, severity).divided()
@@ -501,17 +502,17 @@ class _Divider:
             levels[node] = level
         return levels
 
-    def islands(self) -> list[fx.Node]:
+    def too_few(self) -> list[fx.Node]:
         """Return the operators of very small ORT segments that follow on torch segments."""
         segments: dict[int, list[fx.Node]] = defaultdict(list)
-        for node, level in self._levels_of().items():
+        for node, (level, _) in self._levels.items():
             if level % 2 and node.target not in _FREE:
                 segments[level].append(node)
         found: list[fx.Node] = []
         for nodes in segments.values():
             read = {source for node in nodes for source in self._sources(node)} & self._torch
             if (
-                len(nodes) <= _ISLAND
+                len(nodes) <= _FEW
                 and _PRODUCTS.isdisjoint(node.target for node in nodes)
                 and not all(map(draws.is_random, read))
             ):

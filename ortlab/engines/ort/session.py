@@ -19,6 +19,7 @@ from onnx import TensorProto
 
 from ortlab.engines import runtimes
 from ortlab.engines.ort.lowering.graph import NUMPY_TYPES
+from ortlab.utils.plain_onnxruntime import let_threads_sleep
 
 
 class SessionFailed(Exception):
@@ -131,10 +132,11 @@ class Session:
         options.log_severity_level = severity
         options.intra_op_num_threads = torch.get_num_threads()
         # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
-        spins = _version() >= _SPINS_BRIEFLY
-        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spins)))
-        if spins:
+        if _version() >= _SPINS_BRIEFLY:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "1")
             options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
+        else:
+            let_threads_sleep(options)
         # With an arena, each session keeps the memory of its largest call, which torch cannot use;
         # with patterns, a call takes all its memory at the start.
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
@@ -158,11 +160,12 @@ class Session:
         device = native.OrtDevice
         self._device = device(device.cpu(), device.default_memory(), 0)
         self._devices = [self._device] * len(self.inputs), [self._device] * len(self.outputs)
-        read = {each.name: each.type.tensor_type.elem_type for each in model.graph.input}
-        masks = [name for name in self.inputs if read[name] == TensorProto.UINT8]
-        self._types = [_OF_MASK if name in masks else NUMPY_TYPES for name in self.inputs]
-        boolean = TensorProto.BOOL
-        types = {each.name: each.type.tensor_type.elem_type for each in model.graph.output}
+        graph = model.graph
+        types = {
+            each.name: each.type.tensor_type.elem_type for each in (*graph.input, *graph.output)
+        }
+        byte, boolean = TensorProto.UINT8, TensorProto.BOOL
+        self._types = [_OF_MASK if types[name] == byte else NUMPY_TYPES for name in self.inputs]
         self._booleans = [i for i, name in enumerate(self.outputs) if types[name] == boolean]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
