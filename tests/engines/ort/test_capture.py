@@ -273,19 +273,20 @@ def test_masks_are_read_as_numbers_by_dropout_alone() -> None:
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             y, kept = torch.native_dropout(self.layer(x), 0.5, True)
-            return y, kept, torch.where(kept, 1.0, y)
+            return y, kept, torch.where(~kept, 1.0, y)
 
     pair = Pair(mlp(0.4))
     pair.compare(torch.randn(4, 6), seed=1)
     made = onnx_operators(pair.backend)
     assert (made["DequantizeLinear"], made["Cast"]) == (2, 0)  # in both passes
-    model = Masked()
-    compiled = torch.compile(copy.deepcopy(model), backend=Backend())
+    model, backend = Masked(), Backend()
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
     x = torch.randn(4, 6)
     torch.manual_seed(2)
     wanted = model(x)
     torch.manual_seed(2)
     torch.testing.assert_close(compiled(x), wanted)
+    assert in_torch(backend) == {}  # what reads a mask as such finds booleans
 
 
 class Checkpointed(nn.Module):
@@ -497,7 +498,13 @@ def test_an_operator_that_ort_refuses_runs_in_torch(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_what_ort_refuses_runs_in_torch_where_its_message_names_no_node() -> None:
-    layers = [nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.Dropout(0.2)]
+    class Largest(nn.Module):
+        """An operator with two results."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.topk(3, 1)[0]
+
+    layers = [nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), Largest(), nn.Dropout(0.2)]
     pair = Pair(nn.Sequential(*layers).double())
     pair.compare(torch.randn(4, 6, dtype=torch.float64))
     reason = "ORT has no kernel of Erf for its types"
@@ -640,6 +647,20 @@ def test_torch_runs_segments_of_few_operators_between_its_own(
     backend, x = Backend(), torch.randn(4, 6)
     torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
     assert in_torch(backend) == {"aten.special_erfcx": "no rule for this operator", **found}
+
+
+def test_few_operators_after_nothing_but_draws_run_in_ort() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.weight)
+
+    pair = Pair(Weighted())
+    pair.compare(torch.randn(4, 6))
+    assert in_torch(pair.backend) == {}
 
 
 @pytest.mark.parametrize(
