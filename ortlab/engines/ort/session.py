@@ -111,6 +111,7 @@ class Session:
         inputs: Sequence[str],
         outputs: Sequence[str],
         *,
+        lasting: int = 0,
         optimize: bool = True,
         severity: int = SILENT,
     ) -> None:
@@ -120,6 +121,8 @@ class Session:
             model: Model to run.
             inputs: Names of its inputs.
             outputs: Names of its outputs.
+            lasting: Number of inputs, the first ones, that mostly stay where they are, such as
+                parameters, and have the same shape in each call.
             optimize: False to run the nodes as they are.
             severity: Lowest severity of ORT's messages to print.
 
@@ -167,6 +170,7 @@ class Session:
         byte, boolean = TensorProto.UINT8, TensorProto.BOOL
         self._types = [_OF_MASK if types[name] == byte else NUMPY_TYPES for name in self.inputs]
         self._booleans = [i for i, name in enumerate(self.outputs) if types[name] == boolean]
+        self._known: list[tuple[int, Any]] = [(0, None)] * lasting  # pointers and ORT's values
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the model.
@@ -182,13 +186,25 @@ class Session:
         """
         given, results = self._vector(), self._vector()
         given.reserve(len(tensors))
-        given.push_back_batch(
-            tensors,
-            [tensor.data_ptr() or _empty(tensor.dtype).data_ptr() for tensor in tensors],
-            [types[tensor.dtype] for types, tensor in zip(self._types, tensors, strict=True)],
-            [tensor.shape for tensor in tensors],
-            self._devices[0],
-        )
+        pointers = [tensor.data_ptr() or _empty(tensor.dtype).data_ptr() for tensor in tensors]
+
+        def give(first: int, end: int) -> None:
+            part, types = tensors[first:end], self._types[first:end]
+            given.push_back_batch(
+                part,
+                pointers[first:end],
+                [each[tensor.dtype] for each, tensor in zip(types, part, strict=True)],
+                [tensor.shape for tensor in part],
+                self._devices[0][first:end],
+            )
+
+        for i, (pointer, (before, value)) in enumerate(zip(pointers, self._known, strict=False)):
+            if pointer == before:  # half the time of a new value
+                given.push_back(value)
+            else:
+                give(i, i + 1)
+                self._known[i] = pointer, given[i]
+        give(len(self._known), len(tensors))
         try:
             self._session.run_with_ortvaluevector(
                 self._run_options, self.inputs, given, self.outputs, results, self._devices[1]

@@ -265,6 +265,16 @@ def test_a_draw_is_torchs_own(
     assert torch.equal(after, torch.get_rng_state())
 
 
+def test_parameters_that_move_are_read_where_they_are() -> None:
+    pair = Pair(mlp(0.4))
+    for _ in range(3):
+        pair.compare(torch.randn(4, 6))
+        for module in (pair.model, pair.reference):
+            for parameter in module.parameters():
+                parameter.data = parameter.data + 0.1
+    assert [graph.calls for graph in pair.backend.graphs] == [3, 3]  # not compiled again
+
+
 def test_masks_are_read_as_numbers_by_dropout_alone() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
