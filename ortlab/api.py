@@ -175,24 +175,24 @@ def check(model: nn.Module) -> StepCheck:
 
 @brief
 def graphs(model: nn.Module, batch: Any = None) -> Graphs:
-    """Return the graphs that ORT built of a wrapped model, stage by stage.
+    """Return the graphs of a wrapped model that ORT runs, stage by stage.
 
     Nothing is trained for it. ``graphs(model).gradient`` is one of the graphs, and
-    ``graphs(model).diff("exported", "forward")`` shows how the operators changed. The last results
-    of `profile` and `memory_plan` for the model are drawn over the graphs.
+    ``graphs(model).diff("gradient", "execution")`` shows how the operators changed. The last
+    results of `profile` and `memory_plan` for the model are drawn over the graphs.
 
     Args:
-        model: A model wrapped in engine ``"ortmodule"``.
-        batch: Input to export the model for if it has not been called yet: a dictionary, a tuple
-            or a tensor.
+        model: A model wrapped in engine ``"ort"`` or ``"ortmodule"``.
+        batch: Input to make the graphs for if the model has not been called yet: a dictionary, a
+            tuple or a tensor.
 
     Raises:
-        ValueError: If the model is not wrapped in engine ``"ortmodule"``, or has not been called
-            and there is no batch.
+        ValueError: If the model is not wrapped in one of these engines, runs in eager torch, or has
+            not been called and there is no batch.
 
     Example:
         >>> graphs = ortlab.graphs(model, batch)
-        >>> graphs.diff("exported", "execution")
+        >>> graphs.diff("gradient", "execution")
     """
     return session.graphs(model, batch)
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
+    from ortlab.engines.ort.model import OrtModel
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -116,9 +117,14 @@ class ModelReports:
 
     def graphs(self, model: nn.Module, batch: Any = None) -> Graphs:
         """See `ortlab.api.graphs`."""
-        from ortlab.graph.capture import capture  # heavy: torch
+        # heavy: torch
+        from ortlab.graph import capture, captured
 
-        found = capture(model, batch)
+        record = wrapped_model(model)
+        if record is not None and record.engine == "ort":
+            found = captured.graphs(cast("OrtModel", record), batch)
+        else:
+            found = capture.capture(model, batch)
         found.measured += self._measured.get(model, {}).values()
         return found
 

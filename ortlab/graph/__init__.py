@@ -12,4 +12,13 @@ STAGES: Final[Mapping[str, str]] = {
     "execution": "as executed by ORT's session",
     "eval": "of the forward pass only, as exported for evaluation",
 }
-"""Stages of a model's graph, each with a short description."""
+"""Stages of a model's graph on engine ``ortmodule``, each with a short description."""
+
+CAPTURED_STAGES: Final[Mapping[str, str]] = {
+    "captured": "as captured by torch, with the gradient",
+    "forward": "of the forward pass, in ONNX",
+    "gradient": "of both passes, in ONNX",
+    "execution": "of both passes, as executed by ORT's sessions",
+    "eval": "of the forward pass without gradients, in ONNX",
+}
+"""Stages of a model's graph on engine ``ort``."""

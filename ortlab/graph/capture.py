@@ -15,7 +15,7 @@ from typing import Final
 import onnx
 from torch import nn
 
-from ortlab.engines.base import Batch
+from ortlab.engines.base import Batch, wrapped_model
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ortmodule import fused_engine
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
@@ -337,7 +337,8 @@ class Stage:
             count = functools.partial(lambda phase, op: str(phases[op, phase]), phase)
             columns.append(Column(phase, count, number=True))
         ops = [op for op, _ in self.ops.most_common()]
-        return Table(ops, columns, notes=[f"{len(self.nodes)} nodes {STAGES[self.name]}"])
+        about = STAGES if self.graphs is None else self.graphs.about
+        return Table(ops, columns, notes=[f"{len(self.nodes)} nodes {about[self.name]}"])
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -368,6 +369,7 @@ class Graphs:
         measured: Functions that return measured values for the nodes of a stage, one function for
             each kind of measurement.
         notes: Lines shown with the table.
+        about: Descriptions of all stages that the model can have, by name.
     """
 
     def __init__(
@@ -378,8 +380,10 @@ class Graphs:
         sizes: Mapping[str, int] | None = None,
         measured: Iterable[Callable[[Stage], Overlay]] = (),
         notes: Iterable[str] = (),
+        about: Mapping[str, str] = STAGES,
     ) -> None:
         self.model = model
+        self.about = about
         self.stages = dict(stages)
         for stage in self.stages.values():
             stage.graphs = stage.graphs or self
@@ -396,8 +400,10 @@ class Graphs:
         Raises:
             ValueError: If the name is unknown or the stage is not available. The message says why.
         """
-        if name not in STAGES:
-            raise ValueError(f"unknown stage {name!r}: {unknown_name(name, STAGES)}")
+        if name == "exported" and name not in self.about:
+            name = "captured"  # what torch hands over
+        if name not in self.about:
+            raise ValueError(f"unknown stage {name!r}: {unknown_name(name, self.about)}")
         if name not in self.stages:
             raise ValueError(f"{self.model} has no {name} graph: {_absent(name)}")
         return self.stages[name]
@@ -412,8 +418,13 @@ class Graphs:
 
     @property
     def exported(self) -> Stage:
-        """Forward graph as exported by torch."""
+        """Forward graph as exported by torch; on engine ``ort``, the captured graphs."""
         return self.stage("exported")
+
+    @property
+    def captured(self) -> Stage:
+        """Forward and backward as captured by torch; on engine ``ort`` only."""
+        return self.stage("captured")
 
     @property
     def forward(self) -> Stage:
@@ -466,8 +477,10 @@ class Graphs:
         """Return a table with one row for each available stage."""
         stages = list(self.stages.values())
         notes = [*self.notes, f"sizes that depend on the batch: {', '.join(stages[-1].dims)}"]
-        notes += [f"no {name}: {_absent(name)}" for name in STAGES if name not in self.stages]
-        return Table(stages, _COLUMNS, notes=notes)
+        notes += [f"no {name}: {_absent(name)}" for name in self.about if name not in self.stages]
+        columns = list(_COLUMNS)
+        columns.insert(1, Column("what it is", lambda stage: self.about[stage.name]))
+        return Table(stages, columns, notes=notes)
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -478,7 +491,6 @@ class Graphs:
 
 _COLUMNS: Final[tuple[Column[Stage], ...]] = (
     Column("stage", lambda stage: stage.name),
-    Column("what it is", lambda stage: STAGES[stage.name]),
     Column("nodes", lambda stage: str(len(stage.nodes)), number=True),
     Column("forward", lambda stage: str(_count(stage, "forward")), number=True),
     Column("backward", lambda stage: str(_count(stage, "backward")), number=True),
@@ -523,6 +535,12 @@ def execution_behind(model: nn.Module) -> GraphDispatcher:
         ValueError: If the model is not wrapped in engine "ortmodule".
     """
     if not is_wrapped(model):
+        record = wrapped_model(model)
+        if record is not None and record.engine == "ort":
+            raise ValueError(
+                f"this {type(model).__name__} is on engine 'ort', of which ortlab shows the graphs "
+                "only; memory, time and recompute need engine='ortmodule'"
+            )
         missing = refusal(EngineSettings(engine="ortmodule"))
         raise ValueError(
             f"this {type(model).__name__} has no ORT graphs; "

@@ -48,8 +48,8 @@ class Outline:
 
     Args:
         stage: Stage whose nodes are counted.
-        exported: Exported stage, if available. It has the nodes in the order of the user's code and
-            shows how often each module is called.
+        exported: Exported or captured stage, if available. It has the nodes in the order of the
+            user's code and shows how often each module is called.
         sizes: Values for `Stage.dims`. Unless all are given there are no activation bytes.
         time: Microseconds, keyed by node name.
     """
@@ -62,7 +62,7 @@ class Outline:
         sizes: Mapping[str, int] | None = None,
         time: Overlay | None = None,
     ) -> None:
-        if stage.name == "exported":
+        if stage.name in ("exported", "captured"):
             exported = stage
         traced = stage if exported is None else exported
         used = [node.module for source in (traced, stage) for node in source.nodes]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -19,10 +20,10 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ort import attention, check, draws, recurrence
+from ortlab.engines.ort import attention, check, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES
+from ortlab.engines.ort.onnx_model import is_number
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
-from ortlab.engines.ort.session import SILENT, unavailable
 from ortlab.settings import unknown_name
 from ortlab.utils import warn_once
 from ortlab.utils.files import write_private
@@ -95,6 +96,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A graph of Dynamo, which a forward and a backward pass are made of.
+
+    Attributes:
+        inputs: Names of its inputs.
+        tensors: Tensors among them in the call that was captured, such as parameters.
+    """
+
+    inputs: tuple[str, ...]
+    tensors: tuple[weakref.ref[torch.Tensor] | None, ...]
+
+    def names_in(self, module: nn.Module) -> list[str]:
+        """Return the names of the inputs that are parameters or buffers of a module, else "".
+
+        Args:
+            module: Module that was captured.
+        """
+        named = [*module.named_parameters(), *module.named_buffers()]
+        names = {id(tensor): name for name, tensor in named}
+        return [names.get(id(tensor and tensor()), "") for tensor in self.tensors]
+
+
 @dataclass
 class CompiledGraph:
     """A graph that was captured and compiled.
@@ -103,15 +127,25 @@ class CompiledGraph:
         phase: Forward or backward pass of training, or inference.
         division: Its segments.
         seconds: Time of the compilation, without Dynamo's capture.
+        captured: The graph of Dynamo that it belongs to.
         calls: Number of calls so far.
         call_seconds: Time of the calls so far.
+        last_call: Number of the model's call that it was last called in.
+        sizes: Sizes among its inputs in the last call, by the names of their placeholders.
     """
 
     phase: Phase
     division: Division
     seconds: float
+    captured: Captured
     calls: int = 0
     call_seconds: float = 0.0
+    last_call: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        inputs = [node for node in self.division.module.graph.nodes if node.op == "placeholder"]
+        self._numbers = [(i, node.name) for i, node in enumerate(inputs) if is_number(node)]
 
     def __call__(self, arguments: list[Any]) -> Any:
         """Run the graph.
@@ -123,6 +157,7 @@ class CompiledGraph:
             The outputs.
         """
         started = time.perf_counter()
+        self.sizes = {name: arguments[i] for i, name in self._numbers}
         results = self.division.module.forward(arguments)
         self.call_seconds += time.perf_counter() - started
         self.calls += 1
@@ -135,34 +170,41 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
 
     Attributes:
         graphs: Graphs compiled so far.
+        call: Number of the model's call that is running.
         starting: Function that is called before a graph of Dynamo is compiled.
         severity: Lowest severity of the messages that ORT prints in graphs compiled from now on.
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
         self_check: Compare the first call of each segment with torch.
     """
 
+    __name__ = "ortlab"  # as torch names it in errors
+
     graphs: list[CompiledGraph] = field(default_factory=list)
+    call: int = 0
     starting: Callable[[], None] = lambda: None
-    severity: int = SILENT
+    severity: int = session.SILENT
     save_onnx: str | None = None
     self_check: bool = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
         self.starting()
-        if (reason := unavailable()) is not None:
+        if (reason := session.unavailable()) is not None:
             raise EngineUnavailable(reason)
         _replace_functions(module)
+        placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        tensors = (weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs)
+        captured = Captured(tuple(placeholders), tuple(tensors))
         compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=self._compiler("forward"),
-            bw_compiler=self._compiler("backward"),
-            inference_compiler=self._compiler("inference"),
+            fw_compiler=self._compiler("forward", captured),
+            bw_compiler=self._compiler("backward", captured),
+            inference_compiler=self._compiler("inference", captured),
             partition_fn=_partition,
             decompositions=decompositions(),
         )(module, inputs)
         return compiled
 
-    def _compiler(self, phase: Phase) -> Callable[..., Any]:
+    def _compiler(self, phase: Phase, captured: Captured) -> Callable[..., Any]:
         def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             started = time.perf_counter()
             _donate_nothing()
@@ -172,11 +214,12 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
                 division = divide(module, severity=self.severity)
             if self.self_check:
                 check.check_first_calls(division.ort_segments(), _warn)
-            made = CompiledGraph(phase, division, time.perf_counter() - started)
+            made = CompiledGraph(phase, division, time.perf_counter() - started, captured)
             self.graphs.append(made)
             self.save(len(self.graphs) - 1)
 
             def run(arguments: list[Any]) -> Any:
+                made.last_call = self.call
                 return made(arguments)
 
             run._boxed_call = True  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ _SIZE: Final = re.compile(
     r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. "
     r"expected (?P<before>\d+), actual (?P<now>\d+)"
 )
+_RAISED: Final = re.compile(r"^backend='.*' raised:\n")
 _RESULT_OF_GUARD: Final = re.compile(r"\s{2,}# ")
 
 
@@ -212,7 +213,7 @@ def _at(place: str) -> str:
 def _explained(reason: str) -> str:
     """Return what torch's text about a break says, in one line."""
     explanation = _EXPLANATION.search(reason)
-    text = explanation[1] if explanation else reason.strip().partition("\n")[0]
+    text = explanation[1] if explanation else _RAISED.sub("", reason.strip()).partition("\n")[0]
     return _short(text.removesuffix(" Message: None"))
 
 

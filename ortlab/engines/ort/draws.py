@@ -56,7 +56,11 @@ def _source(size: Size) -> str:
 
 
 class Draw:
-    """Function of size symbols that draws a tensor."""
+    """Function of size symbols that draws a tensor.
+
+    Attributes:
+        kind: In-place method of the distribution.
+    """
 
     __name__ = __qualname__ = "draw"
 
@@ -68,13 +72,13 @@ class Draw:
             layout: Layout of the tensor; elements are drawn in their order in memory.
             *parameters: Parameters of the distribution.
         """
-        self._kind, self._layout, self._parameters = kind, layout, parameters
+        self.kind, self._layout, self._parameters = kind, layout, parameters
 
     def __call__(self, *values: int) -> torch.Tensor:
         """Draw."""
         made = self._layout.empty(*values)
         if (
-            self._kind == "bernoulli_"
+            self.kind == "bernoulli_"
             and made.numel() >= _AT_A_TIME
             and made.untyped_storage().nbytes() == made.numel() * made.element_size()
             and made.device.type == "cpu"
@@ -82,7 +86,7 @@ class Draw:
         ):
             _bernoulli(made.as_strided((made.numel(),), (1,)), self._parameters[0])
         else:
-            getattr(made, self._kind)(*self._parameters)
+            getattr(made, self.kind)(*self._parameters)
         return made
 
 

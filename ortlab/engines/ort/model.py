@@ -21,7 +21,7 @@ from ortlab.engines.base import Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ort import check
-from ortlab.engines.ort.capture import Backend
+from ortlab.engines.ort.capture import Backend, CompiledGraph, Phase
 from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import SILENT
@@ -193,6 +193,7 @@ class OrtModel:
         """Call the compiled forward, or the model's own after a fallback."""
         if self._fallback is not None:
             return self._forward(*args, **kwargs)
+        self._backend.call += 1
         compiled, known = len(self._backend.graphs), self._log.count
         calls, graphs_s = self._executed()
         started = time.perf_counter()
@@ -340,6 +341,34 @@ class OrtModel:
 
     def _segments(self) -> list[OrtSegment]:
         return [each for graph in self._backend.graphs for each in graph.division.ort_segments()]
+
+    # Graphs
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a training step of its own, so that its graphs are there, and leave no trace.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        with self._lock:
+            self._observed(self._run, args, kwargs)
+
+    def last_graphs(self) -> dict[Phase, list[CompiledGraph]]:
+        """Return the graphs of each phase that ran in its last call, in the order of that call."""
+        found: dict[Phase, list[CompiledGraph]] = {}
+        for phase in ("forward", "inference"):
+            graphs = [graph for graph in self._backend.graphs if graph.phase == phase]
+            last = max((graph.last_call for graph in graphs), default=0)
+            if last:
+                found[phase] = [graph for graph in graphs if graph.last_call == last]
+        captured = [graph.captured for graph in found.get("forward", ())]
+        backward = [graph for graph in self._backend.graphs if graph.phase == "backward"]
+        found["backward"] = sorted(
+            (graph for graph in backward if graph.captured in captured),
+            key=lambda graph: -captured.index(graph.captured),
+        )
+        return found
 
     # Report
 

@@ -52,7 +52,7 @@ VIEWS: Final = frozenset(
 )
 """Operators that cost nothing in torch."""
 
-_TRACE_LINE: Final = re.compile(r'File "(.+)", line (\d+)')
+_TRACE_LINE: Final = re.compile(r'File "(.+)", line (\d+).*(?:\n\s*(.+))?')
 
 # Reading FX graphs
 
@@ -92,6 +92,16 @@ def source_line(node: fx.Node) -> str:
     return short_place(lines[-1][0], int(lines[-1][1])) if lines else ""
 
 
+def code_line(node: fx.Node) -> str:
+    """Return the code of the line that a node belongs to; "" if unknown.
+
+    Args:
+        node: Node with the metadata of Dynamo's capture.
+    """
+    lines = _TRACE_LINE.findall(str(node.meta.get("stack_trace") or ""))
+    return lines[-1][2].strip() if lines else ""
+
+
 # Lowering
 
 
@@ -104,11 +114,13 @@ class Lowered:
         inputs: Names of its inputs, each with the number of the FX placeholder, and the order of
             its dimensions in memory where that is another.
         outputs: Names of its outputs, in the order of the FX outputs.
+        values: Results of its nodes whose shapes are known, by name.
     """
 
     model: onnx.ModelProto
     inputs: dict[str, tuple[int, list[int] | None]]
     outputs: list[str]
+    values: dict[str, Value]
 
 
 class _Offered(NamedTuple):
@@ -264,6 +276,7 @@ def _lowered_node(graph: OnnxGraph, node: fx.Node, known: Mapping[fx.Node, Any])
         if value is not None:  # sizes that depend on data, such as a number of selected rows
             graph.current = node
             graph.bind_shape(value)
+            graph.values[value.name] = value
     return made
 
 
@@ -305,7 +318,7 @@ def _assembled(
         ir_version=IR_VERSION,
     )
     reads = {name: (each.number, each.order) for name, each in inputs.items()}
-    return Lowered(model, reads, list(outputs))
+    return Lowered(model, reads, list(outputs), graph.values)
 
 
 def operator_of(node: fx.Node) -> fx.Node:

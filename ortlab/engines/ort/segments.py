@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import onnx
 import sympy
 import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from ortlab.engines.ort import draws
+from ortlab.engines.ort import draws, session
 from ortlab.engines.ort.lowering.graph import (
     ONNX_TYPES,
     RULES,
@@ -123,7 +124,7 @@ TOO_FEW: Final = "a segment for so few operators after others in torch would tak
 _FREE: Final = VIEWS | {operator.getitem}
 """What no kernel computes."""
 
-_QUICK: Final[dict[Any, Callable[..., Any]]] = {
+QUICK: Final[dict[Any, Callable[..., Any]]] = {
     aten.view.default: torch.reshape,
     aten._unsafe_view.default: torch.reshape,
     aten.reshape.default: torch.reshape,
@@ -240,6 +241,7 @@ class OrtSegment(torch.nn.Module):
         Raises:
             NodeNotLowered: If ORT refuses a node.
         """
+        self._optimize = optimize
         if self.lowered.outputs:  # ORT refuses a graph without nodes
             try:
                 self._session = Session(
@@ -252,6 +254,10 @@ class OrtSegment(torch.nn.Module):
                 )
             except SessionFailed as error:
                 raise _blamed(self.graph, str(error)) from error
+
+    def executed(self) -> onnx.ModelProto:
+        """Return the ONNX model after ORT's optimizations."""
+        return session.executed(self.lowered.model, optimize=self._optimize)
 
     def forward(self, *arguments: Any) -> list[torch.Tensor]:
         """Run the segment."""
@@ -625,8 +631,8 @@ class _Divider:
         if source and node.target is source.target is aten.t.default:
             return self._in_outer(source.all_input_nodes[0])  # gradients of weights are t().t()
         made = self._outer.node_copy(node, self._in_outer)
-        if node.target in _QUICK:
-            made.target = _QUICK[node.target]
+        if node.target in QUICK:
+            made.target = QUICK[node.target]
         elif node.target in _READ_STRIDES:
             assert source is not None
             if not source.meta["val"].is_contiguous():

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -97,6 +99,53 @@ def _empty(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1, dtype=dtype)
 
 
+def _session(
+    model: onnx.ModelProto, *, severity: int, optimize: bool, path: Path | None = None
+) -> Any:
+    """Return ORT's session of a model; write what it executes to a path."""
+    ort, _ = _runtime()
+    options = ort.SessionOptions()
+    options.log_severity_level = severity
+    options.intra_op_num_threads = torch.get_num_threads()
+    # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
+    if _version() >= _SPINS_BRIEFLY:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
+    else:
+        let_threads_sleep(options)
+    # With an arena, each session keeps the memory of its largest call, which torch cannot use;
+    # with patterns, a call takes all its memory at the start.
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if path is not None:
+        options.optimized_model_filepath = str(path)
+    try:
+        return ort.InferenceSession(
+            model.SerializeToString(),
+            options,
+            providers=["CPUExecutionProvider"],
+            # The rules for products say where a matrix is transposed.
+            disabled_optimizers=["GemmTransposeFusion"],
+        )
+    # ORT's exceptions have no common base class.
+    except Exception as error:
+        raise SessionFailed(str(error)) from error
+
+
+def executed(model: onnx.ModelProto, *, optimize: bool) -> onnx.ModelProto:
+    """Return what a session of a model executes.
+
+    Args:
+        model: Model of the session.
+        optimize: Whether the session optimizes it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "executed.onnx"
+        _session(model, severity=SILENT, optimize=optimize, path=path)
+        return onnx.load(path)
+
+
 class Session:
     """Session of one model.
 
@@ -129,33 +178,9 @@ class Session:
         Raises:
             SessionFailed: If ORT refuses the model, for example for an operator without a kernel.
         """
-        ort, native = _runtime()
+        native = _runtime()[1]
         self.inputs, self.outputs = list(inputs), list(outputs)
-        options = ort.SessionOptions()
-        options.log_severity_level = severity
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
-        if _version() >= _SPINS_BRIEFLY:
-            options.add_session_config_entry("session.intra_op.allow_spinning", "1")
-            options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
-        else:
-            let_threads_sleep(options)
-        # With an arena, each session keeps the memory of its largest call, which torch cannot use;
-        # with patterns, a call takes all its memory at the start.
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-        if not optimize:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        try:
-            session = ort.InferenceSession(
-                model.SerializeToString(),
-                options,
-                providers=["CPUExecutionProvider"],
-                # The rules for products say where a matrix is transposed.
-                disabled_optimizers=["GemmTransposeFusion"],
-            )
-        # ORT's exceptions have no common base class.
-        except Exception as error:
-            raise SessionFailed(str(error)) from error
+        session = _session(model, severity=severity, optimize=optimize)
         self._session = session._sess
         self._vector = native.OrtValueVector
         self._run_options = native.RunOptions()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from IPython.core.error import UsageError
 
-from ortlab.graph import STAGES
+from ortlab.graph import CAPTURED_STAGES, STAGES
 from ortlab.notebook.magics.parsing import Command, Option, Positional
 from ortlab.settings import (
     OPTIMIZERS,
@@ -36,6 +36,7 @@ _COPIED = (
     Positional("data", "loader", "training data: a loader, a dataset, a list of batches"),
 )
 
+_STAGES = tuple(dict.fromkeys([*CAPTURED_STAGES, *STAGES]))
 _RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {
@@ -90,16 +91,16 @@ COMMANDS = {
         ),
         Command(
             "graph",
-            "Show the graphs that ORT built of a model.",
+            "Show the graphs that torch captured and ORT built of a model.",
             "A notebook shows forward and gradient side by side, with an outline of the modules. "
             "--stage shows one graph; --since compares its operators with those of another stage.",
             (Positional("model", "wrapped", "a wrapped model"),),
             extra=(
                 Option(
-                    "--batch", "input to export the model for, if it was not called", kind="batch"
+                    "--batch", "input to make graphs for, if the model was not called", kind="batch"
                 ),
-                Option("--stage", f"one of {', '.join(STAGES)}", choices=tuple(STAGES)),
-                Option("--since", "the stage to compare it with", choices=tuple(STAGES)),
+                Option("--stage", f"one of {', '.join(_STAGES)}", choices=_STAGES),
+                Option("--since", "the stage to compare it with", choices=_STAGES),
             ),
         ),
         Command(
@@ -114,7 +115,7 @@ COMMANDS = {
             extra=(
                 Option("--budget", "available memory, such as 16GiB"),
                 Option(
-                    "--batch", "input to export the model for, if it was not called", kind="batch"
+                    "--batch", "input to make graphs for, if the model was not called", kind="batch"
                 ),
                 Option("--optimizer", "optimizer whose state is counted", choices=OPTIMIZERS),
             ),
@@ -134,7 +135,7 @@ COMMANDS = {
                 Option("--budget", "available memory, such as 16GiB"),
                 Option("--choose", "plan to apply from the next step on", kind="plan"),
                 Option(
-                    "--batch", "input to export the model for, if it was not called", kind="batch"
+                    "--batch", "input to make graphs for, if the model was not called", kind="batch"
                 ),
                 Option("--optimizer", "optimizer whose state is counted", choices=OPTIMIZERS),
             ),

@@ -22,7 +22,6 @@ import onnx
 import traitlets
 from IPython.display import publish_display_data
 
-from ortlab.graph import STAGES
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.graph.module_tree import Outline
 from ortlab.notebook.static_views import sketch
@@ -121,7 +120,7 @@ def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> No
         ends_with_cell(lambda: close_all(view))
         data, metadata = view._repr_mimebundle_() or ({}, {})
         count = len(graphs.stage(stage).nodes)
-        words = f"{graphs.model or 'the model'}: {count} nodes {STAGES[stage]}"
+        words = f"{graphs.model or 'the model'}: {count} nodes {graphs.about[stage]}"
         _publish({**data, "text/plain": words}, metadata)
         view.tell()
         _publish(still(graphs, view.outline, mark), {})
@@ -182,7 +181,7 @@ def outline_of(graphs: Graphs, stage: str) -> Outline:
     """
     return Outline(
         graphs.stage(stage),
-        exported=graphs.stages.get("exported"),
+        exported=graphs.stages.get("exported") or graphs.stages.get("captured"),
         sizes=graphs.sizes,
         time=next((each for each in graphs.overlays(stage) if each.name == "time"), None),
     )
@@ -202,7 +201,7 @@ def tell_modules(graphs: Graphs, outline: Outline) -> dict[str, Any]:
     return {
         "model": graphs.model or "the model",
         "stage": outline.name,
-        "stages": {name: STAGES[name] for name in graphs.stages},
+        "stages": {name: graphs.about[name] for name in graphs.stages},
         "modules": [
             [m.name, m.parent, m.calls, m.forward, m.backward, m.parameters,
              m.activation_bytes, m.forward_us, m.backward_us]

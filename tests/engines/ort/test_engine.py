@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import ortlab
 from ortlab.engines.base import wrapped_model
-from ortlab.engines.ort import check
+from ortlab.engines.ort import check, session
 from ortlab.engines.ort import model as ort_model
 from ortlab.engines.ort.lowering import graph as lowering
 from ortlab.engines.ort.model import CaptureFailed
@@ -677,6 +677,14 @@ def test_a_failed_capture_falls_back_or_is_an_error(monkeypatch: pytest.MonkeyPa
     wrapped_model(strict)._compiled = fail  # type: ignore[union-attr, attr-defined]
     with pytest.raises(CaptureFailed, match="no way"):
         strict(torch.randn(4, 6))
+
+
+def test_an_error_of_the_backend_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, reference = pair(Net())
+    monkeypatch.setattr(session, "unavailable", lambda: "onnxruntime is gone")
+    assert_equal(wrapped, reference, torch.randn(4, 6))
+    told = "torch captured no graph of it: EngineUnavailable: onnxruntime is gone"
+    assert report(wrapped).fallback_reason == told
 
 
 # Runs

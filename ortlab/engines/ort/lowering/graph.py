@@ -161,12 +161,14 @@ class OnnxGraph:
     Attributes:
         nodes: Nodes in order of execution.
         constants: Initializers by content.
+        values: Results of nodes, by name.
         current: FX node whose rule is running.
     """
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[Any, TensorProto] = {}
+        self.values: dict[str, Value] = {}
         self.current: fx.Node | None = None
         self._made: dict[Any, list[str]] = {}
         self._sizes: dict[sympy.Expr, Value] = {}
@@ -249,7 +251,8 @@ class OnnxGraph:
             The output.
         """
         (name,) = self.node(operator, *inputs, outputs=1, domain=domain, **attributes)
-        return Value(name, tuple(shape), dtype)
+        self.values[name] = Value(name, tuple(shape), dtype)
+        return self.values[name]
 
     # Constants and sizes
 

@@ -1,0 +1,450 @@
+"""Graphs of a model on engine ``ort``: as torch captured them, in ONNX, and as ORT executes them.
+
+Each stage is one graph of all segments of a training step, those that torch runs included.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import onnx
+import sympy
+import torch
+from onnx import helper
+from torch import fx, nn
+
+from ortlab.engines.base import Batch
+from ortlab.engines.batch import arguments, signature
+from ortlab.engines.ort.capture import CompiledGraph
+from ortlab.engines.ort.draws import Draw
+from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
+from ortlab.engines.ort.model import OrtModel
+from ortlab.engines.ort.onnx_model import VIEWS, code_line, is_number, source_line
+from ortlab.engines.ort.segments import QUICK, OrtSegment
+from ortlab.graph import CAPTURED_STAGES
+from ortlab.graph.capture import Graphs, Node, Stage
+
+_ROOT: Final = re.compile(r"L\['\w+'\](\.__self__)?\.?")
+"""The model in Dynamo's paths of modules."""
+
+_ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
+"""Dynamo's name of an argument of forward: its number or its name."""
+
+_TORCH: Final = "torch"
+"""Domain of the operators that torch runs, and of all operators of the captured graph."""
+
+_TYPES: Final = ONNX_TYPES | {
+    torch.bfloat16: onnx.TensorProto.BFLOAT16,
+    torch.float16: onnx.TensorProto.FLOAT16,
+    torch.complex64: onnx.TensorProto.COMPLEX64,
+    torch.complex128: onnx.TensorProto.COMPLEX128,
+}
+_VIEWS: Final = VIEWS | frozenset(QUICK.values())
+
+Names = Any
+"""Name of a tensor, list of names, or None for what is not a tensor."""
+
+
+class CapturedStage(Stage):
+    """Stage whose nodes have their modules and lines from torch's capture.
+
+    Args:
+        name: One of `CAPTURED_STAGES`.
+        model: ONNX model without weights.
+        nodes: Its nodes.
+        parameters: Tensor of each parameter and buffer, by its name in the model.
+        parameter_gradients: Tensor of each parameter's gradient, by the parameter's name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: onnx.ModelProto,
+        nodes: Sequence[Node],
+        parameters: Mapping[str, str],
+        parameter_gradients: Mapping[str, str],
+    ) -> None:
+        super().__init__(name, model)
+        self.nodes = tuple(nodes)
+        self.parameters = dict(parameters)
+        self.parameter_gradients = dict(parameter_gradients)
+
+
+def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
+    """Return the graphs of the last call of a model, in training and in evaluation.
+
+    Args:
+        record: Record of a model on engine ``ort``.
+        batch: If given, the graphs that serve this batch are captured first. The model is not
+            changed.
+
+    Raises:
+        ValueError: If the model has not been called yet, or runs in eager torch.
+    """
+    name = type(record.module).__name__
+    if batch is not None:
+        record.capture(*arguments(record.module, batch))
+    reason = record.report().fallback_reason
+    if reason is not None:
+        raise ValueError(f"{name} runs on engine 'eager' and has no graph: {reason}")
+    last = record.last_graphs()
+    forward, backward = last.get("forward", []), last["backward"]
+    both = [*forward, *backward] if forward else []
+    wanted = {"captured": both, "forward": forward, "gradient": both, "execution": both}
+    wanted["eval"] = last.get("inference", [])
+    sizes: dict[str, int] = {}
+    stages: dict[str, Stage] = {}
+    for stage, compiled in wanted.items():
+        if compiled:
+            builder = _Builder(record.module, stage, backward)
+            for graph in compiled:
+                builder.add(graph)
+            stages[stage] = builder.stage()
+            sizes = {**builder.sizes, **sizes}  # training's sizes count
+    if not stages:
+        takes = signature(record.module)
+        raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
+    return Graphs(name, stages, sizes=sizes, about=CAPTURED_STAGES)
+
+
+class _Builder:
+    """A stage under construction.
+
+    Attributes:
+        sizes: Sizes of the last call, by the names that they have in the stage.
+    """
+
+    def __init__(self, module: nn.Module, stage: str, graphs: Iterable[CompiledGraph]) -> None:
+        self._stage = stage
+        self._saved = {graph.captured: _saved(graph) for graph in graphs}
+        self._modules = frozenset(n for n, _ in module.named_modules(remove_duplicate=False))
+        self._root = module
+        self._trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        self._protos: list[onnx.NodeProto] = []
+        self._nodes: list[Node] = []
+        self._constants: list[onnx.TensorProto] = []
+        self._infos: dict[str, onnx.ValueInfoProto] = {}
+        self._inputs: dict[str, None] = {}
+        self._outputs: dict[str, None] = {}
+        self._parameters: dict[str, str] = {}
+        self._gradients: dict[str, str] = {}
+        self._symbols: dict[int, dict[sympy.Symbol, sympy.Symbol]] = defaultdict(dict)
+        self.sizes: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._phase = "forward"
+        self._shared: dict[tuple[int, str], str] = {}
+        self._forward: dict[tuple[int, int], str] = {}
+        self._capture = 0
+        self._viewed: dict[str, Names] = {}
+
+    def stage(self) -> Stage:
+        """Return the stage."""
+
+        def infos(names: Iterable[str]) -> list[onnx.ValueInfoProto]:
+            return [self._infos[name] for name in names if name in self._infos]
+
+        ends = {*self._inputs, *self._outputs}
+        graph = helper.make_graph(
+            self._protos,
+            self._stage,
+            infos(self._inputs),
+            infos(self._outputs),
+            initializer=self._constants,
+            value_info=infos(name for name in self._infos if name not in ends),
+        )
+        return CapturedStage(
+            self._stage, helper.make_model(graph), self._nodes, self._parameters, self._gradients
+        )
+
+    def add(self, graph: CompiledGraph) -> None:
+        """Add the nodes of a graph; forward before backward."""
+        self._phase = "backward" if graph.phase == "backward" else "forward"
+        self._capture = id(graph.captured)
+        self._viewed.clear()
+        module = graph.division.module
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        parameters = graph.captured.names_in(self._root)
+        if graph.phase == "backward":
+            found = self._walked(module, [self._kept(node) for node in placeholders])
+            for name, made in zip(parameters, found, strict=False):
+                if made is not None and name in self._trained:
+                    self._gradients[name] = made
+        else:
+            inputs = zip(placeholders, parameters, graph.captured.inputs, strict=True)
+            found = self._walked(module, [self._input(*each) for each in inputs])
+            found = found[: len(found) - self._saved.get(graph.captured, 0)]
+            self._tell_sizes(graph)
+        self._outputs.update(dict.fromkeys(made for made in found if made is not None))
+
+    def _input(self, node: fx.Node, parameter: str, argument: str) -> Names:
+        """Return the name of an input of a forward graph."""
+        if is_number(node):
+            return None
+        name = parameter or self._argument(argument)
+        for i, size in enumerate(node.meta["val"].shape):
+            size = size_of(size)
+            if isinstance(size, sympy.Symbol):
+                named = sympy.Symbol(f"{name}_dim{i}", integer=True)
+                self._symbols[self._capture].setdefault(size, named)
+        if parameter in self._parameters:  # of another graph, after a graph break
+            made = self._parameters[parameter]
+        else:
+            made = self._tensor(name, node.meta["val"])
+        self._shared[self._capture, node.name] = made
+        self._inputs[made] = None
+        if parameter:
+            self._parameters[parameter] = made
+        return made
+
+    def _argument(self, name: str) -> str:
+        """Return the name of an argument of forward by Dynamo's name of it."""
+        found = _ARGUMENT.fullmatch(name)
+        if found is None:
+            return name
+        number, plain = found.groups()
+        if plain is not None:
+            return plain
+        names = list(inspect.signature(self._root.forward).parameters)
+        return names[int(number)] if int(number) < len(names) else f"{names[-1]}_{number}"
+
+    def _kept(self, node: fx.Node) -> Names:
+        """Return the name of an input of a backward graph: what forward saved, or a gradient."""
+        if is_number(node):
+            return None
+        made = self._shared.get((self._capture, node.name))
+        if made is None:
+            made = self._tensor(node.name, node.meta["val"])
+            self._inputs[made] = None
+        return made
+
+    def _tell_sizes(self, graph: CompiledGraph) -> None:
+        for node in graph.division.module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                symbol = self._symbols[self._capture].get(value.node.expr)
+                if symbol is not None and node.name in graph.sizes:
+                    self.sizes[str(symbol)] = graph.sizes[node.name]
+
+    # Graphs
+
+    def _walked(self, module: fx.GraphModule, given: Sequence[Names]) -> list[Names]:
+        """Add the nodes of a graph and return the names of its results."""
+        waiting = iter(given)
+        known: dict[fx.Node, Names] = {}
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = next(waiting)
+            elif node.op == "call_module":
+                segment = module.get_submodule(str(node.target))
+                assert isinstance(segment, OrtSegment)
+                taken = [known.get(each) for each in node.args]
+                if segment.divided is not None:
+                    known[node] = self._walked(segment.divided.module, taken)
+                elif self._stage == "captured":
+                    known[node] = self._walked(segment.graph, taken)
+                else:
+                    known[node] = self._segment(segment, taken)
+            else:
+                self._operator(module, node, known)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        return [known.get(each) for each in output.args[0]]
+
+    def _operator(self, module: fx.GraphModule, node: fx.Node, known: dict[fx.Node, Names]) -> None:
+        """Add an operator of torch."""
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target))
+            if isinstance(value, torch.Tensor):
+                known[node] = self._tensor(str(node.target), value)
+                self._inputs[known[node]] = None
+            return
+        if node.op != "call_function" or is_number(node):
+            return
+        if node.target is operator.getitem:
+            made = known.get(node.all_input_nodes[0])
+            i: Any = node.args[1]
+            known[node] = made[i] if isinstance(made, list) else made
+            self._share(node, known[node])
+            return
+        if node.name in self._viewed:
+            known[node] = self._viewed[node.name]
+            return
+        value = node.meta.get("val")
+        if isinstance(value, list | tuple):
+            known[node] = [
+                None if each is None else self._tensor(f"{node.name}.{i}", each)
+                for i, each in enumerate(value)
+            ]
+        else:
+            known[node] = None if value is None else self._tensor(node.name, value)
+        self._share(node, known[node])
+        if self._stage == "captured" and node.target in _VIEWS:
+            self._viewed[node.name] = known[node]
+        results = known[node] if isinstance(known[node], list) else [known[node]]
+        reads = [known.get(each) for each in node.all_input_nodes]
+        flat = [each for part in reads for each in (part if isinstance(part, list) else [part])]
+        proto = helper.make_node(
+            _operator_name(node.target),
+            [each for each in flat if each],
+            [each or "" for each in results],
+            self._node_name(node, node.name),
+            domain=_TORCH,
+            **_numbers(node),
+        )
+        self._add(proto, node)
+
+    def _segment(self, segment: OrtSegment, given: Sequence[Names]) -> list[Names]:
+        """Add the ONNX nodes of a segment and return the names of its results."""
+        lowered = segment.lowered
+        model = segment.executed() if self._stage == "execution" else lowered.model
+        (output,) = (node for node in segment.graph.graph.nodes if node.op == "output")
+        by_name = {node.name: node for node in segment.graph.graph.nodes}
+        tensors: dict[str, str] = {"": ""}
+        for name, (i, _) in lowered.inputs.items():
+            tensors[name] = given[i] or self._number(name)
+        for name, node in zip(lowered.outputs, output.args[0], strict=True):
+            tensors[name] = self._tensor(node.name, node.meta["val"])
+            self._share(node, tensors[name])
+        for constant in model.graph.initializer:
+            if constant.name not in tensors:  # a result can be one, which ORT has computed
+                tensors[constant.name] = self._tensor(constant.name, None)
+            added = onnx.TensorProto()
+            added.CopyFrom(constant)
+            added.name = tensors[constant.name]
+            self._constants.append(added)
+        for proto in model.graph.node:
+            for name in (*proto.input, *proto.output):
+                if name not in tensors:
+                    tensors[name] = self._tensor(name, lowered.values.get(name))
+        for proto in model.graph.node:
+            names = (proto.name, *proto.output)
+            maker = next((by_name[n] for n in map(_maker, names) if n in by_name), None)
+            copy = onnx.NodeProto()
+            copy.CopyFrom(proto)
+            copy.input[:] = [tensors[name] for name in proto.input]
+            copy.output[:] = [tensors[name] for name in proto.output]
+            copy.name = self._node_name(maker, proto.name or proto.op_type)
+            self._add(copy, maker)
+        return [tensors[name] for name in lowered.outputs]
+
+    def _share(self, node: fx.Node, made: Names) -> None:
+        """Remember a result of the forward pass: the backward pass reads it by its node's name."""
+        if self._phase == "forward":
+            self._shared[self._capture, node.name] = made
+
+    def _add(self, proto: onnx.NodeProto, made: fx.Node | None) -> None:
+        meta = {} if made is None else made.meta
+        key = self._capture, meta.get("seq_nr", -1)
+        backward = self._phase == "backward"
+        again = backward and meta.get("partitioner_tag") == "is_forward"
+        linked = backward and not again and not meta.get("is_gradient_acc")
+        if again:
+            proto.name += "_recompute"
+        elif not backward and made is not None:
+            self._forward[key] = proto.name  # the last one gives the operator's result
+        self._protos.append(proto)
+        self._nodes.append(
+            Node(
+                proto.name,
+                f"{proto.domain}.{proto.op_type}" if proto.domain else proto.op_type,
+                tuple(proto.input),
+                tuple(proto.output),
+                self._phase,
+                "" if made is None else self._module(made),
+                self._forward.get(key) if linked else None,
+                "" if made is None else _source(made),
+            )
+        )
+
+    # Names
+
+    def _unique(self, name: str) -> str:
+        made, i = name, 1
+        while made in self._taken:
+            i += 1
+            made = f"{name}.{i}"
+        self._taken.add(made)
+        return made
+
+    def _tensor(self, name: str, like: Any) -> str:
+        """Return a new name for a tensor with the shape and type of a tensor or a `Value`."""
+        made = self._unique(name)
+        kind = None if like is None else _TYPES.get(like.dtype)
+        if kind is not None:
+            sizes = [self._size(size) for size in like.shape]
+            self._infos[made] = helper.make_tensor_value_info(made, kind, sizes)
+        return made
+
+    def _number(self, name: str) -> str:
+        """Return a new name for a size that a segment reads."""
+        made = self._unique(name)
+        self._infos[made] = helper.make_tensor_value_info(made, onnx.TensorProto.INT64, [1])
+        self._inputs[made] = None
+        return made
+
+    def _size(self, size: Any) -> int | str:
+        size = size_of(size)
+        return size if isinstance(size, int) else str(size.xreplace(self._symbols[self._capture]))
+
+    def _node_name(self, made: fx.Node | None, name: str) -> str:
+        scope = "" if made is None else _call(made)
+        return self._unique(f"{scope}/{name}" if scope else name)
+
+    def _module(self, node: fx.Node) -> str:
+        """Return the path of the innermost module that a node belongs to."""
+        paths = (path for _, path in reversed(_stack(node)))
+        return next((path for path in paths if path in self._modules), "")
+
+
+def _saved(backward: CompiledGraph) -> int:
+    """Return the number of results of the forward pass, the last ones, that it saves."""
+    inputs = (node for node in backward.division.module.graph.nodes if node.op == "placeholder")
+    return sum(not node.name.startswith("tangents_") for node in inputs)
+
+
+def _stack(node: fx.Node) -> list[tuple[str, str]]:
+    """Return the calls of modules that a node is part, or a gradient, of: outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [(key, _ROOT.sub("", path)) for key, (path, _) in stack.items()]
+
+
+def _call(node: fx.Node) -> str:
+    """Return the call of the innermost module that a node belongs to: its path, and its number."""
+    for key, path in reversed(_stack(node)):
+        return path + "".join(re.findall(r"@\d+$", key))
+    return ""
+
+
+def _operator_name(target: Any) -> str:
+    """Return the name of what a node calls, without its overload."""
+    if isinstance(target, Draw):
+        return target.kind
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+def _source(node: fx.Node) -> str:
+    place = source_line(node)
+    return f"{place}: {code_line(node)}" if place else ""
+
+
+def _maker(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _numbers(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operator that are no tensors, as attributes."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    named = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(named, node.args, strict=False)), **node.kwargs}
+    return {
+        name: value if isinstance(value, int | float) else str(value)
+        for name, value in given.items()
+        if isinstance(value, bool | int | float | str)
+        or (isinstance(value, list | tuple) and not any(isinstance(x, fx.Node) for x in value))
+    }
