@@ -252,22 +252,22 @@ def recompute_plans(
 @brief
 @takes(ProfileSettings.declarations().values())
 def profile(model: nn.Module, batch: Any = None, **settings: Unpack[ProfileKeywords]) -> Profile:
-    """Time a training step of a wrapped model by phase, module, operator and node, next to torch.
+    """Time a training step of a wrapped model by phase, module, operator and line, next to torch.
 
     A step is forward and backward from the model's own loss, or from the sum of all its outputs,
     without the optimizer, and under `torch.autocast` if the model trains that way. A model in
     evaluation mode is only called. Weights, ``.grad``, buffers and random states do not change.
-    The measurement uses a session of its own, which needs additional memory.
+    The measurement uses sessions of its own, which need additional memory.
 
     Args:
-        model: A model wrapped in engine ``"ortmodule"``.
+        model: A model wrapped in engine ``"ortmodule"`` or ``"ort"``.
         batch: Input of the model: a dictionary, a tuple or a tensor. Without one, random values in
             the shapes of the last call are used.
         **settings: Settings of `ortlab.settings.ProfileSettings`; ``steps=5`` is the number of
             steps to time.
 
     Raises:
-        ValueError: If the model is not wrapped in engine ``"ortmodule"``, a run is training it, or
+        ValueError: If the model is not wrapped in one of these engines, a run is training it, or
             the batch does not fit.
 
     Example:

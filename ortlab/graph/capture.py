@@ -539,7 +539,7 @@ def execution_behind(model: nn.Module) -> GraphDispatcher:
         if record is not None and record.engine == "ort":
             raise ValueError(
                 f"this {type(model).__name__} is on engine 'ort', of which ortlab shows the graphs "
-                "only; memory, time and recompute need engine='ortmodule'"
+                "and the time only; memory and recompute need engine='ortmodule'"
             )
         missing = refusal(EngineSettings(engine="ortmodule"))
         raise ValueError(

@@ -20,17 +20,17 @@ from torch import fx, nn
 
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
-from ortlab.engines.ort.capture import CompiledGraph
+from ortlab.engines.ort.capture import Captured, CompiledGraph
 from ortlab.engines.ort.draws import Draw
 from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
 from ortlab.engines.ort.model import OrtModel
-from ortlab.engines.ort.onnx_model import VIEWS, code_line, is_number, source_line
-from ortlab.engines.ort.segments import QUICK, OrtSegment
+from ortlab.engines.ort.onnx_model import code_line, is_number, source_line
+from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
 from ortlab.graph.capture import Graphs, Node, Stage
 
 _ROOT: Final = re.compile(r"L\['\w+'\](\.__self__)?\.?")
-"""The model in Dynamo's paths of modules."""
+"""The model, or a module whose forward is captured for itself, in Dynamo's paths of modules."""
 
 _ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
 """Dynamo's name of an argument of forward: its number or its name."""
@@ -44,8 +44,6 @@ _TYPES: Final = ONNX_TYPES | {
     torch.complex64: onnx.TensorProto.COMPLEX64,
     torch.complex128: onnx.TensorProto.COMPLEX128,
 }
-_VIEWS: Final = VIEWS | frozenset(QUICK.values())
-
 Names = Any
 """Name of a tensor, list of names, or None for what is not a tensor."""
 
@@ -101,9 +99,7 @@ def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
     stages: dict[str, Stage] = {}
     for stage, compiled in wanted.items():
         if compiled:
-            builder = _Builder(record.module, stage, backward)
-            for graph in compiled:
-                builder.add(graph)
+            builder = _Builder.of(record.module, stage, compiled, backward)
             stages[stage] = builder.stage()
             sizes = {**builder.sizes, **sizes}  # training's sizes count
     if not stages:
@@ -112,16 +108,54 @@ def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
     return Graphs(name, stages, sizes=sizes, about=CAPTURED_STAGES)
 
 
+Origin = tuple[int, str]
+"""The id of a segment and the name of an ONNX node, or of a graph and of an operator in torch."""
+
+
+def executed(module: nn.Module, graphs: Sequence[CompiledGraph]) -> dict[Origin, Node]:
+    """Return the nodes of the stage ``execution``, by what they are in the segments.
+
+    Args:
+        module: Module that the graphs are of.
+        graphs: Graphs that run, forward before backward.
+    """
+    backward = [graph for graph in graphs if graph.phase == "backward"]
+    return _Builder.of(module, "execution", graphs, backward).origins
+
+
 class _Builder:
     """A stage under construction.
 
     Attributes:
         sizes: Sizes of the last call, by the names that they have in the stage.
+        origins: Nodes by what they are in the segments.
     """
 
-    def __init__(self, module: nn.Module, stage: str, graphs: Iterable[CompiledGraph]) -> None:
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        stage: str,
+        graphs: Iterable[CompiledGraph],
+        backward: Iterable[CompiledGraph],
+    ) -> _Builder:
+        """Return a stage with the nodes of graphs.
+
+        Args:
+            module: Module that the graphs are of.
+            stage: Name of the stage.
+            graphs: Graphs in the stage, forward before backward.
+            backward: Graphs of the backward pass, in the stage or not.
+        """
+        made = cls(module, stage, backward)
+        for graph in graphs:
+            made.add(graph)
+        return made
+
+    def __init__(self, module: nn.Module, stage: str, backward: Iterable[CompiledGraph]) -> None:
+        self.origins: dict[Origin, Node] = {}
         self._stage = stage
-        self._saved = {graph.captured: _saved(graph) for graph in graphs}
+        self._saved = {graph.captured: _saved(graph) for graph in backward}
         self._modules = frozenset(n for n, _ in module.named_modules(remove_duplicate=False))
         self._root = module
         self._trained = {name for name, each in module.named_parameters() if each.requires_grad}
@@ -165,6 +199,7 @@ class _Builder:
         """Add the nodes of a graph; forward before backward."""
         self._phase = "backward" if graph.phase == "backward" else "forward"
         self._capture = id(graph.captured)
+        self._is_of_model = _is_of_model(graph.captured, self._root)
         self._viewed.clear()
         module = graph.division.module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -282,7 +317,7 @@ class _Builder:
         else:
             known[node] = None if value is None else self._tensor(node.name, value)
         self._share(node, known[node])
-        if self._stage == "captured" and node.target in _VIEWS:
+        if self._stage == "captured" and node.target in FREE:
             self._viewed[node.name] = known[node]
         results = known[node] if isinstance(known[node], list) else [known[node]]
         reads = [known.get(each) for each in node.all_input_nodes]
@@ -295,7 +330,7 @@ class _Builder:
             domain=_TORCH,
             **_numbers(node),
         )
-        self._add(proto, node)
+        self._add(proto, node, (id(module), node.name))
 
     def _segment(self, segment: OrtSegment, given: Sequence[Names]) -> list[Names]:
         """Add the ONNX nodes of a segment and return the names of its results."""
@@ -328,7 +363,7 @@ class _Builder:
             copy.input[:] = [tensors[name] for name in proto.input]
             copy.output[:] = [tensors[name] for name in proto.output]
             copy.name = self._node_name(maker, proto.name or proto.op_type)
-            self._add(copy, maker)
+            self._add(copy, maker, (id(segment), proto.name))
         return [tensors[name] for name in lowered.outputs]
 
     def _share(self, node: fx.Node, made: Names) -> None:
@@ -336,7 +371,7 @@ class _Builder:
         if self._phase == "forward":
             self._shared[self._capture, node.name] = made
 
-    def _add(self, proto: onnx.NodeProto, made: fx.Node | None) -> None:
+    def _add(self, proto: onnx.NodeProto, made: fx.Node | None, origin: Origin) -> None:
         meta = {} if made is None else made.meta
         key = self._capture, meta.get("seq_nr", -1)
         backward = self._phase == "backward"
@@ -347,18 +382,17 @@ class _Builder:
         elif not backward and made is not None:
             self._forward[key] = proto.name  # the last one gives the operator's result
         self._protos.append(proto)
-        self._nodes.append(
-            Node(
-                proto.name,
-                f"{proto.domain}.{proto.op_type}" if proto.domain else proto.op_type,
-                tuple(proto.input),
-                tuple(proto.output),
-                self._phase,
-                "" if made is None else self._module(made),
-                self._forward.get(key) if linked else None,
-                "" if made is None else _source(made),
-            )
+        self.origins[origin] = node = Node(
+            proto.name,
+            f"{proto.domain}.{proto.op_type}" if proto.domain else proto.op_type,
+            tuple(proto.input),
+            tuple(proto.output),
+            self._phase,
+            "" if made is None else self._module(made),
+            self._forward.get(key) if linked else None,
+            "" if made is None else _source(made),
         )
+        self._nodes.append(node)
 
     # Names
 
@@ -391,32 +425,51 @@ class _Builder:
         return size if isinstance(size, int) else str(size.xreplace(self._symbols[self._capture]))
 
     def _node_name(self, made: fx.Node | None, name: str) -> str:
-        scope = "" if made is None else _call(made)
+        scope = "" if made is None else self._call(made)
         return self._unique(f"{scope}/{name}" if scope else name)
 
     def _module(self, node: fx.Node) -> str:
         """Return the path of the innermost module that a node belongs to."""
-        paths = (path for _, path in reversed(_stack(node)))
+        paths = (path for _, path in reversed(self._stack(node)))
         return next((path for path in paths if path in self._modules), "")
+
+    def _call(self, node: fx.Node) -> str:
+        """Return the call of the innermost module of a node: its path, and its number."""
+        for key, path in reversed(self._stack(node)):
+            return path + "".join(re.findall(r"@\d+$", key))
+        return ""
+
+    def _stack(self, node: fx.Node) -> list[tuple[str, str]]:
+        """Return the calls of modules that a node is part, or a gradient, of: outermost first."""
+        meta = node.meta
+        stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+        return [
+            (key, _ROOT.sub("", path))
+            for key, (path, _) in stack.items()
+            if self._is_of_model or ".__self__" in path
+        ]
+
+
+def _is_of_model(captured: Captured, module: nn.Module) -> bool:
+    """Return True if the paths in a graph begin at the model, not at a module within it.
+
+    After a graph break in a loop, forward of the modules within is captured for itself.
+    """
+    names = zip(captured.inputs, captured.names_in(module), strict=True)
+    return any(argument.lower().endswith(_arguments_of(name)) for argument, name in names if name)
+
+
+def _arguments_of(name: str) -> tuple[str, ...]:
+    """Return how Dynamo's name of a parameter and of a buffer ends, in lower case."""
+    *path, own = name.lower().split(".")
+    owner = "".join(f"modules_{part}_" for part in path)
+    return tuple(f"{owner}{kind}_{own}_" for kind in ("parameters", "buffers"))
 
 
 def _saved(backward: CompiledGraph) -> int:
     """Return the number of results of the forward pass, the last ones, that it saves."""
     inputs = (node for node in backward.division.module.graph.nodes if node.op == "placeholder")
     return sum(not node.name.startswith("tangents_") for node in inputs)
-
-
-def _stack(node: fx.Node) -> list[tuple[str, str]]:
-    """Return the calls of modules that a node is part, or a gradient, of: outermost first."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [(key, _ROOT.sub("", path)) for key, (path, _) in stack.items()]
-
-
-def _call(node: fx.Node) -> str:
-    """Return the call of the innermost module that a node belongs to: its path, and its number."""
-    for key, path in reversed(_stack(node)):
-        return path + "".join(re.findall(r"@\d+$", key))
-    return ""
 
 
 def _operator_name(target: Any) -> str:

@@ -24,8 +24,8 @@ R = TypeVar("R")
 
 MOST_MODULES = 30
 """Maximum number of module rows if no depth is given."""
-MOST_NODES, MOST_OPS = 20, 12
-_ITSELF, _AROUND = "(the model itself)", "(around)"
+MOST_NODES, MOST_OPS, MOST_LINES = 20, 12, 12
+_ITSELF, _AROUND, _UNKNOWN = "(the model itself)", "(around)", "(unknown)"
 _SERIES: Final = {
     "ORT forward": ("#2f7fd0", 1.0),
     "ORT backward": ("#2f7fd0", 0.5),
@@ -63,6 +63,14 @@ class OpTime:
 
     op: str
     nodes: int
+    us: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LineTime:
+    """A line of user code: time of its operators and their gradients by phase."""
+
+    line: str
     us: Mapping[str, float]
 
 
@@ -173,6 +181,26 @@ class Profile:
         ]
         return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
 
+    def by_line(self, most: int = MOST_LINES) -> Table[LineTime]:
+        """Return a table of the lines of user code whose operators take longest.
+
+        Gradients count for the line of their operators.
+
+        Args:
+            most: Maximum number of rows.
+        """
+        sums = _sums(((node.source, node.phase), node.us) for node in self.nodes)
+        lines = dict.fromkeys(line for line, _ in sums)
+        rows = [LineTime(line or _UNKNOWN, self._phased(sums, line)) for line in lines]
+        rows.sort(key=lambda row: -sum(row.us.values()))
+        columns: list[Column[LineTime]] = [
+            Column("line", lambda row: row.line),
+            *_times("", self.phases, lambda row: row.us),
+            Column("share", lambda row: self._share(sum(row.us.values())), number=True),
+        ]
+        notes = _more(len(rows) - most, "lines")
+        return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)
+
     def by_node(self, most: int = MOST_NODES) -> Table[NodeTime]:
         """Return a table of the nodes that take longest. The attribute `nodes` has all of them.
 
@@ -220,7 +248,7 @@ class Profile:
 
     def _tables(self) -> list[Table[Any]]:
         tables: list[Table[Any]] = [self.by_phase(), self.by_module()]
-        return tables if self.ort is None else [*tables, self.by_op()]
+        return tables if self.ort is None else [*tables, self.by_op(), self.by_line()]
 
     def _eager_us(self, phase: str) -> float:
         owned = sum(us for (_, of), us in self.eager.us.items() if of == phase)

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from ortlab.engines.ortmodule.compat import profiling
-from ortlab.engines.ortmodule.compat.profiling import Ran
 from ortlab.engines.ortmodule.export import Export
 from ortlab.graph.capture import Node, Stage
 from ortlab.graph.timed_step import WARMUP, Clock, Step
+from ortlab.utils import session_profile
+from ortlab.utils.session_profile import Ran
 
 _ADDED = re.compile(r"(/\w*Fusion/|_recompute)$")
 
@@ -31,6 +32,7 @@ class NodeTime:
         module: Path of its module. Empty for the model itself and for a node that is not in the
             graph.
         us: Microseconds.
+        source: Line of user code that the node comes from, as in `Node.source`; empty if unknown.
     """
 
     node: str
@@ -38,6 +40,7 @@ class NodeTime:
     phase: str
     module: str
     us: float
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,7 @@ def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort
         ValueError: If ORT's profiler cannot record that many steps.
     """
     graph = Stage("execution", export.graph_to_run(), frozenset(step.modules))
-    room = profiling.most_runs(len(graph.nodes)) - WARMUP
-    if steps > room:
-        raise ValueError(
-            f"ORT's profiler can record {room} steps of this graph's {len(graph.nodes)} nodes, not "
-            f"steps={steps}; use fewer steps"
-        )
+    check_room(len(graph.nodes), steps)
     watched, plain = Clock(device), Clock(device)
     # Dropout in torch's and ortlab's kernels draws from torch's generator.
     with torch.random.fork_rng(devices=[]):
@@ -129,6 +127,21 @@ def profile(step: Step, export: Export, steps: int, device: torch.device) -> Ort
     joined = sum(node.us for node in nodes if origin(node.node, known) is not None)
     share = joined / total if total else 1.0
     return OrtProfile(tuple(nodes), times, plain.median_us(), watched.median_us(), share)
+
+
+def check_room(nodes: int, steps: int) -> None:
+    """Raise a ValueError if ORT's profiler cannot record so many steps.
+
+    Args:
+        nodes: Number of nodes that a session runs in a step.
+        steps: Number of steps, without warm-up steps.
+    """
+    room = session_profile.most_runs(nodes) - WARMUP
+    if steps > room:
+        raise ValueError(
+            f"ORT's profiler can record {room} steps of this graph's {nodes} nodes, not "
+            f"steps={steps}; use fewer steps"
+        )
 
 
 def origin(name: str, known: Container[str]) -> str | None:
@@ -157,8 +170,10 @@ def _nodes(phase: str, runs: Sequence[Ran], known: Mapping[str, Node]) -> list[N
         us = statistics.median(each.get(name, 0.0) for each in took)
         same, made_of = known.get(name), origin(name, known)
         op = op if same is None else same.op
-        module = "" if made_of is None else known[made_of].module
-        found.append(NodeTime(name, op, phase, module, us))
+        module, source = "", ""
+        if made_of is not None:
+            module, source = known[made_of].module, known[made_of].source
+        found.append(NodeTime(name, op, phase, module, us, source))
     return found
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ortlab.engines.base import Batch, tell
+from ortlab.engines.base import Batch, tell, wrapped_model
 from ortlab.engines.batch import arguments, describe, signature, tensors
+from ortlab.engines.ort.model import OrtModel
 from ortlab.engines.ortmodule.compat import interop
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.torchscript.isolation import inputs_kept, undisturbed
-from ortlab.graph import profile_ort, profile_torch
+from ortlab.graph import profile_captured, profile_ort, profile_torch
 from ortlab.graph.capture import execution_behind
 from ortlab.graph.profile import Profile
 from ortlab.graph.profile_ort import OrtProfile
@@ -36,7 +37,7 @@ def profile(
     is the time to launch their kernels, and the time of phases includes the kernels.
 
     Args:
-        model: Model wrapped in engine "ortmodule".
+        model: Model wrapped in engine "ortmodule" or "ort".
         batch: Batch to run. If None, made-up values in the shapes of the last call.
         steps: Number of steps.
         notes: Further lines to show with the result.
@@ -45,21 +46,24 @@ def profile(
         The profile. Its time in ORT is None if torch runs the model.
 
     Raises:
-        ValueError: If the model is not wrapped in engine "ortmodule" or the batch does not fit.
+        ValueError: If the model is not wrapped in such an engine or the batch does not fit.
     """
-    execution = execution_behind(model)
+    record = wrapped_model(model)
+    execution = record if isinstance(record, OrtModel) else execution_behind(model)
     args, kwargs = _call(execution, batch)
     step = Step(execution.module, args, kwargs)
     device = next(execution.module.parameters()).device
     with _ALONE, execution.held():
-        export = execution.export_for(args, kwargs)
+        export = None if isinstance(execution, OrtModel) else execution.export_for(args, kwargs)
         tell(f"timing {steps} steps in eager torch")
         with _as_it_was(step), _fitting(made_up=batch is None):
             eager = profile_torch.profile(step, steps, device)
         ort = None
-        if export is not None:
-            tell(f"timing {steps} steps in ORT")
-            with _as_it_was(step):
+        tell(f"timing {steps} steps in ORT")
+        with _as_it_was(step):
+            if isinstance(execution, OrtModel):
+                ort = profile_captured.profile(step, execution, steps)
+            elif export is not None:
                 ort = profile_ort.profile(step, export, steps, device)
     told = [*medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
     return Profile(type(step.module).__name__, step.modules, ort=ort, eager=eager, notes=told)
@@ -73,13 +77,14 @@ def _as_it_was(step: Step) -> Iterator[None]:
 
 
 def _call(
-    execution: GraphDispatcher, batch: Batch | None
+    execution: GraphDispatcher | OrtModel, batch: Batch | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the batch as arguments of forward, or placeholders for those of the last call."""
     if batch is not None:
         return arguments(execution.module, batch)
-    if execution.last_call is not None:
-        return execution.last_call.placeholders()
+    example = execution.example()
+    if example is not None:
+        return example
     name, takes = type(execution.module).__name__, signature(execution.module)
     raise ValueError(f"{name} has not been called yet: give a batch for {takes}")
 
@@ -119,7 +124,7 @@ def medians(steps: int, ort: OrtProfile | None, eager: Eager) -> Iterator[str]:
 
 
 def _notes(
-    execution: GraphDispatcher, step: Step, made_up: bool, ort: OrtProfile | None
+    execution: GraphDispatcher | OrtModel, step: Step, made_up: bool, ort: OrtProfile | None
 ) -> Iterator[str]:
     if made_up:
         given = ", ".join(filter(None, (describe(step.args)[1:-1], describe(step.kwargs))))

@@ -26,15 +26,15 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import ortlab
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.graph import profile_torch, profiler
 from ortlab.graph.capture import Stage
 from ortlab.graph.profile import MOST_MODULES, Profile
 from ortlab.graph.timed_step import PHASES, Step
 from ortlab.session import session
-from ortlab.utils import svg_bars
+from ortlab.utils import session_profile, svg_bars
 from ortlab.utils.rng import RandomStates
+from tests.support.profiles import assert_sums_add_up
 from tests.support.waiting import HANGS_S, eventually
 
 pytestmark = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -82,29 +82,7 @@ def bert() -> tuple[nn.Module, Profile]:
 
 
 def test_sums_add_up(bert: tuple[nn.Module, Profile]) -> None:
-    _, found = bert
-    assert found.ort is not None
-    assert found.phases == PHASES
-    *phases, step = found.by_phase()
-    assert [row.phase for row in phases] == list(PHASES)
-    for row in phases:
-        assert row.ort is not None
-        nodes = sum(node.us for node in found.nodes if node.phase == row.phase)
-        assert row.ort.kernels_us == pytest.approx(nodes)
-        assert nodes > 0
-        for depth in (None, 1, 2, 9):
-            modules = found.by_module(depth)
-            ort = sum(module.ort_us[row.phase] for module in modules)
-            assert ort == pytest.approx(row.ort.us), "modules, and what is around them"
-            eager = sum(module.eager_us[row.phase] for module in modules)
-            assert eager == pytest.approx(row.eager_us)
-        ops = sum(op.us[row.phase] for op in found.by_op(most=1000))
-        assert ops == pytest.approx(nodes)
-    assert step.ort is not None
-    assert step.ort.us == pytest.approx(sum(row.ort.us for row in phases if row.ort))
-    assert step.ort.session_us == pytest.approx(step.ort.kernels_us + step.ort.between_us)
-    assert step.eager_us == pytest.approx(sum(row.eager_us for row in phases))
-    assert sum(op.nodes for op in found.by_op(most=1000)) == len(found.nodes)
+    assert_sums_add_up(bert[1])
 
 
 def test_what_ran_is_what_the_execution_graph_has(bert: tuple[nn.Module, Profile]) -> None:
@@ -210,7 +188,7 @@ def test_a_branch_counts_once(tmp_path: Path) -> None:
     opset = onnx.helper.make_opsetid("", 17)
     model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8)
     options = onnxruntime.SessionOptions()
-    profiling.record(tmp_path, options)
+    session_profile.record(tmp_path, options)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     run = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -218,7 +196,7 @@ def test_a_branch_counts_once(tmp_path: Path) -> None:
     given = {"x0": torch.rand(50_000).numpy(), "c": torch.tensor(True).numpy()}
     for _ in range(3):
         run.run(None, given)
-    ran = profiling.read(Path(run.end_profiling()))
+    ran = session_profile.read(Path(run.end_profiling()))
     assert [[kernel.node for kernel in one.kernels] for one in ran] == [["before", "branch"]] * 3
     for one in ran:
         assert 0 < sum(kernel.us for kernel in one.kernels) <= one.us
@@ -525,7 +503,7 @@ def test_a_recomputed_node_is_the_modules_that_it_was() -> None:
 def test_more_steps_than_a_profile_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.randn(6, 4)
     model = trained(Block(), given)
-    monkeypatch.setattr(profiling, "MOST_EVENTS", 1000)
+    monkeypatch.setattr(session_profile, "MOST_EVENTS", 1000)
     said = r"ORT's profiler can record \d+ steps of .*; use fewer steps"
     with pytest.raises(ValueError, match=said):
         ortlab.profile(model, given, steps=50)

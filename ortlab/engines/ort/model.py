@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -353,6 +354,33 @@ class OrtModel:
         """
         with self._lock:
             self._observed(self._run, args, kwargs)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let calls of other threads wait, and keep the times of calls within out of the report."""
+        with self._lock:
+            graphs, outside_s = list(self._backend.graphs), self._outside_s
+            parts = [part for graph in graphs for part in graph.division.parts()]
+            segments = [segment for part in parts for segment in part.segments]
+            graph_s = [graph.call_seconds for graph in graphs]
+            segment_s = [segment.seconds for segment in segments]
+            try:
+                yield
+            finally:
+                self._outside_s = outside_s
+                for graph, seconds in zip(graphs, graph_s, strict=True):
+                    graph.call_seconds = seconds
+                for segment, seconds in zip(segments, segment_s, strict=True):
+                    segment.seconds = seconds
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass without any check.
+
+        Args:
+            *args: Positional arguments of the call.
+            **kwargs: Keyword arguments of the call.
+        """
+        return self._run(args, kwargs)
 
     def last_graphs(self) -> dict[Phase, list[CompiledGraph]]:
         """Return the graphs of each phase that ran in its last call, in the order of that call."""

@@ -7,6 +7,7 @@ as small as the graph permits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -14,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import onnx
@@ -45,6 +47,7 @@ from ortlab.engines.ort.onnx_model import (
     values_of,
 )
 from ortlab.engines.ort.session import SILENT, Session, SessionFailed
+from ortlab.utils.session_profile import Ran
 
 aten = torch.ops.aten
 
@@ -121,9 +124,6 @@ _PRODUCTS: Final = frozenset(
 
 TOO_FEW: Final = "a segment for so few operators after others in torch would take longer"
 
-_FREE: Final = VIEWS | {operator.getitem}
-"""What no kernel computes."""
-
 QUICK: Final[dict[Any, Callable[..., Any]]] = {
     aten.view.default: torch.reshape,
     aten._unsafe_view.default: torch.reshape,
@@ -136,6 +136,9 @@ QUICK: Final[dict[Any, Callable[..., Any]]] = {
     aten.detach.default: torch.detach,
 }
 """Functions that take a third to a half of the time of a call of the operator, some 2 us."""
+
+FREE: Final = VIEWS | {operator.getitem, *QUICK.values()}
+"""What no kernel computes."""
 
 _OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
@@ -244,16 +247,40 @@ class OrtSegment(torch.nn.Module):
         self._optimize = optimize
         if self.lowered.outputs:  # ORT refuses a graph without nodes
             try:
-                self._session = Session(
-                    self.lowered.model,
-                    self._inputs,
-                    self.lowered.outputs,
-                    lasting=self._lasting,
-                    optimize=optimize,
-                    severity=self._severity,
-                )
+                self._session = self._new_session()
             except SessionFailed as error:
                 raise _blamed(self.graph, str(error)) from error
+
+    def _new_session(self, profiles: Path | None = None) -> Session:
+        return Session(
+            self.lowered.model,
+            self._inputs,
+            self.lowered.outputs,
+            lasting=self._lasting,
+            optimize=self._optimize,
+            severity=self._severity,
+            profiles=profiles,
+        )
+
+    @contextlib.contextmanager
+    def profiled(self, folder: Path) -> Iterator[Callable[[], list[Ran]]]:
+        """Run in a session of its own that is profiled.
+
+        Args:
+            folder: Folder of the profile's file.
+
+        Yields:
+            Function that ends the profile and returns what each call ran.
+        """
+        own = self._session
+        if own is None:
+            yield list
+            return
+        self._session = twin = self._new_session(folder)
+        try:
+            yield twin.end_profile
+        finally:
+            self._session = own
 
     def executed(self) -> onnx.ModelProto:
         """Return the ONNX model after ORT's optimizations."""
@@ -418,7 +445,7 @@ def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> d
     tried = set(map(_kind, in_torch))
     computing = list(filter(_computes, module.graph.nodes))
     for node in computing:
-        if _kind(node) not in tried and node.target not in _FREE:
+        if _kind(node) not in tried and node.target not in FREE:
             tried.add(_kind(node))
             own = {node, *(user for user in node.users if user.target is operator.getitem)}
             others = dict.fromkeys((other for other in computing if other not in own), "")
@@ -550,7 +577,7 @@ class _Divider:
         """Return the operators of very small ORT segments that follow on torch segments."""
         segments: dict[int, list[fx.Node]] = defaultdict(list)
         for node, (level, _) in self._levels.items():
-            if level % 2 and node.target not in _FREE:
+            if level % 2 and node.target not in FREE:
                 segments[level].append(node)
         found: list[fx.Node] = []
         for nodes in segments.values():

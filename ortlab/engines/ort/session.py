@@ -21,7 +21,9 @@ from onnx import TensorProto
 
 from ortlab.engines import runtimes
 from ortlab.engines.ort.lowering.graph import NUMPY_TYPES
+from ortlab.utils import session_profile
 from ortlab.utils.plain_onnxruntime import let_threads_sleep
+from ortlab.utils.session_profile import Ran
 
 
 class SessionFailed(Exception):
@@ -100,9 +102,14 @@ def _empty(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _session(
-    model: onnx.ModelProto, *, severity: int, optimize: bool, path: Path | None = None
+    model: onnx.ModelProto,
+    *,
+    severity: int,
+    optimize: bool,
+    path: Path | None = None,
+    profiles: Path | None = None,
 ) -> Any:
-    """Return ORT's session of a model; write what it executes to a path."""
+    """Return ORT's session of a model; write what it executes to a path, a profile to a folder."""
     ort, _ = _runtime()
     options = ort.SessionOptions()
     options.log_severity_level = severity
@@ -120,6 +127,8 @@ def _session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if path is not None:
         options.optimized_model_filepath = str(path)
+    if profiles is not None:
+        session_profile.record(profiles, options)
     try:
         return ort.InferenceSession(
             model.SerializeToString(),
@@ -163,6 +172,7 @@ class Session:
         lasting: int = 0,
         optimize: bool = True,
         severity: int = SILENT,
+        profiles: Path | None = None,
     ) -> None:
         """Create the session.
 
@@ -174,13 +184,14 @@ class Session:
                 parameters, and have the same shape in each call.
             optimize: False to run the nodes as they are.
             severity: Lowest severity of ORT's messages to print.
+            profiles: Folder for a profile of all calls; None for no profile.
 
         Raises:
             SessionFailed: If ORT refuses the model, for example for an operator without a kernel.
         """
         native = _runtime()[1]
         self.inputs, self.outputs = list(inputs), list(outputs)
-        session = _session(model, severity=severity, optimize=optimize)
+        session = _session(model, severity=severity, optimize=optimize, profiles=profiles)
         self._session = session._sess
         self._vector = native.OrtValueVector
         self._run_options = native.RunOptions()
@@ -240,3 +251,7 @@ class Session:
         for i in self._booleans:  # bytes in onnxruntime 1.19.2
             adopted[i] = adopted[i].view(torch.bool)
         return adopted
+
+    def end_profile(self) -> list[Ran]:
+        """End the profile, and return what each call ran."""
+        return session_profile.read(Path(self._session.end_profiling()))

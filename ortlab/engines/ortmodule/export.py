@@ -23,7 +23,6 @@ from ortlab.engines.ortmodule.compat import (
     gradient_checkpointing,
     interop,
     outputs,
-    profiling,
     restoring,
     traced_decisions,
 )
@@ -32,6 +31,7 @@ from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
 from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 from ortlab.engines.ortmodule.kernels import recomputed_graph as recomputing
 from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
+from ortlab.utils import session_profile
 
 _HALF = {onnx.TensorProto.FLOAT16: torch.float16, onnx.TensorProto.BFLOAT16: torch.bfloat16}
 
@@ -514,7 +514,7 @@ class Export:
         """
         edited = self.graph_to_run()
         dropout.seed(edited.graph)
-        return self._twin(edited, configure=functools.partial(profiling.record, folder))
+        return self._twin(edited, configure=functools.partial(session_profile.record, folder))
 
     @property
     def without_workers(self) -> bool:

@@ -143,8 +143,9 @@ COMMANDS = {
         Command(
             "profile",
             "Time a step of a model in ORT and in eager torch.",
-            "By phase, module and operator; without a batch, random values in the shapes of the "
-            "last call are used. `p = %ort profile model` gives p.by_node(), p.by_module(depth=3).",
+            "By phase, module, operator and source line; without a batch, random values in the "
+            "shapes of the last call are used. `p = %ort profile model` gives p.by_node(), "
+            "p.by_module(depth=3).",
             (Positional("model", "wrapped", "a wrapped model"),),
             settings=ProfileSettings,
             extra=(Option("--batch", "input of the model", kind="batch"),),
