@@ -50,16 +50,15 @@ def profile(step: Step, record: OrtModel, steps: int) -> OrtProfile | None:
     graphs = _graphs(record)
     known = captured.executed(record.module, graphs)
     watched, plain = Clock(_CPU), Clock(_CPU)
-    with torch.random.fork_rng(devices=[]):
+    for _ in range(WARMUP + steps):
+        step.run(record.run, plain)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        timers = [stack.enter_context(_timed(graph, Path(folder), steps)) for graph in graphs]
         for _ in range(WARMUP + steps):
-            step.run(record.run, plain)
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            timers = [stack.enter_context(_timed(graph, Path(folder), steps)) for graph in graphs]
-            for _ in range(WARMUP + steps):
-                step.run(record.run, watched)
-                for timer in timers:
-                    timer.end_step()
-            times = [(timer, timer.times()) for timer in timers]
+            step.run(record.run, watched)
+            for timer in timers:
+                timer.end_step()
+        times = [(timer, timer.times()) for timer in timers]
     nodes: list[NodeTime] = []
     phases: dict[str, PhaseTime] = {}
     for phase in watched.us:
@@ -154,6 +153,7 @@ class _Timer:
                         key = id(segment), kernel.node
                         of_step.us[key] += kernel.us
                         of_step.ops[key] = kernel.op
+            assert next(ran, None) is None, "each run belongs to a step"
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import ortlab
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.ort.model import OrtModel
 from ortlab.graph.profile import Profile
 from ortlab.utils import session_profile
 from tests.support.called_models import bert
@@ -65,6 +67,7 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.linear = nn.Linear(6, 6)  # has the path that a layer's own has within it
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -94,6 +97,29 @@ def test_graphs_that_run_several_times_a_step_and_operators_in_torch() -> None:
     assert {node.module for node in found.nodes} == {""}
 
 
+@torch.library.custom_op("ortlab_test::slow", mutates_args=())
+def slow(x: Tensor) -> Tensor:
+    """Return a copy after 50 ms."""
+    time.sleep(0.05)
+    return x.clone()
+
+
+@slow.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_in_torch_has_the_time_of_one_step() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return slow(x)
+
+    model = nn.Sequential(nn.Linear(6, 4), Slow(), nn.Tanh()).eval()
+    (node,) = (node for node in of(model, torch.randn(3, 6)).nodes if node.op == "torch.slow")
+    assert node.module == "1"
+    assert 50_000 <= node.us < 100_000  # the same again in each further step
+
+
 class Everything(nn.Module):
     """What a profile could disturb: dropout, statistics, an attribute."""
 
@@ -111,12 +137,14 @@ def test_the_model_is_left_as_it_was() -> None:
     x = torch.randn(4, 6)
     model(x).sum().backward()
     record = wrapped_model(model)
-    assert record is not None
+    assert isinstance(record, OrtModel)
     state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
     values = [copy.deepcopy(gradient) for gradient in gradients]
+    sessions = [segment._session for segment in record._segments()]
     report, seed = record.report(), torch.get_rng_state()
     ortlab.profile(model, x, steps=1)
     assert record.report() == report
+    assert [segment._session for segment in record._segments()] == sessions
     assert torch.equal(torch.get_rng_state(), seed)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
