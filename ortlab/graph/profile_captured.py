@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ortlab.engines.base import tell
 from ortlab.engines.ort.capture import CompiledGraph
 from ortlab.engines.ort.model import OrtModel
 from ortlab.engines.ort.onnx_model import is_number
@@ -47,6 +48,7 @@ def profile(step: Step, record: OrtModel, steps: int) -> OrtProfile | None:
         record.capture(tuple(step.args), step.kwargs)
     if record.report().fallback_reason is not None:
         return None
+    tell(f"timing {steps} steps in ORT")
     graphs = _graphs(record)
     known = captured.executed(record.module, graphs)
     watched, plain = Clock(_CPU), Clock(_CPU)
@@ -162,10 +164,9 @@ def _timed(graph: CompiledGraph, folder: Path, steps: int) -> Iterator[_Timer]:
     """Run a graph with instrumentation, in sessions of its own."""
     with contextlib.ExitStack() as stack:
         profiled = {}
-        for i, segment in enumerate(graph.division.ort_segments()):
+        for segment in graph.division.ort_segments():
             profile_ort.check_room(len(segment.lowered.model.graph.node), steps)
-            own = folder / f"{id(graph)}_{i}"
-            own.mkdir()
+            own = Path(tempfile.mkdtemp(dir=folder))  # ORT's names of files can be the same
             profiled[segment] = stack.enter_context(segment.profiled(own))
         operators = []
         for part in graph.division.parts():

@@ -59,11 +59,11 @@ def profile(
         with _as_it_was(step), _fitting(made_up=batch is None):
             eager = profile_torch.profile(step, steps, device)
         ort = None
-        tell(f"timing {steps} steps in ORT")
         with _as_it_was(step):
             if isinstance(execution, OrtModel):
                 ort = profile_captured.profile(step, execution, steps)
             elif export is not None:
+                tell(f"timing {steps} steps in ORT")
                 ort = profile_ort.profile(step, export, steps, device)
     told = [*medians(steps, ort, eager), *_notes(execution, step, batch is None, ort), *notes]
     return Profile(type(step.module).__name__, step.modules, ort=ort, eager=eager, notes=told)

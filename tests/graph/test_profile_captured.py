@@ -121,7 +121,7 @@ def test_an_operator_in_torch_has_the_time_of_one_step() -> None:
 
 
 class Everything(nn.Module):
-    """What a profile could disturb: dropout, statistics, an attribute."""
+    """Module with random draws and batch statistics, which a profile must not change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -88,8 +88,8 @@ def source_line(node: fx.Node) -> str:
     Args:
         node: Node with the metadata of Dynamo's capture.
     """
-    lines = _TRACE_LINE.findall(str(node.meta.get("stack_trace") or ""))
-    return short_place(lines[-1][0], int(lines[-1][1])) if lines else ""
+    file, line, _ = _innermost(node)
+    return short_place(file, int(line)) if file else ""
 
 
 def code_line(node: fx.Node) -> str:
@@ -98,8 +98,13 @@ def code_line(node: fx.Node) -> str:
     Args:
         node: Node with the metadata of Dynamo's capture.
     """
+    return _innermost(node)[2].strip()
+
+
+def _innermost(node: fx.Node) -> tuple[str, str, str]:
+    """Return the file, number and code of the innermost line that a node belongs to."""
     lines = _TRACE_LINE.findall(str(node.meta.get("stack_trace") or ""))
-    return lines[-1][2].strip() if lines else ""
+    return lines[-1] if lines else ("", "", "")
 
 
 # Lowering

@@ -138,7 +138,7 @@ QUICK: Final[dict[Any, Callable[..., Any]]] = {
 """Functions that take a third to a half of the time of a call of the operator, some 2 us."""
 
 FREE: Final = VIEWS | {operator.getitem, *QUICK.values()}
-"""What no kernel computes."""
+"""Operators that no kernel computes: views, and elements of tuples."""
 
 _OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
