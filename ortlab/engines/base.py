@@ -74,6 +74,7 @@ class Capabilities:
         workers: True if several processes can train one model together.
         zero_stages: Supported ZeRO stages in distributed training; 0 means none.
         recompute: True if the backward pass can recompute activations.
+        activation_budget: True if activations can have a budget.
         ort_options: True if the options of the ORT graph have an effect.
         options: Names of the options that have an effect although the others have none.
         size_cost: Work that a batch of a new size causes.
@@ -82,6 +83,7 @@ class Capabilities:
     workers: bool = False
     zero_stages: tuple[int, ...] = (0,)
     recompute: bool = False
+    activation_budget: bool = False
     ort_options: bool = False
     options: tuple[str, ...] = ()
     size_cost: Cost = "free"
@@ -96,6 +98,8 @@ class Capabilities:
         Returns:
             The reason, or None if the setting has an effect.
         """
+        if name == "activation_budget":
+            return None if self.activation_budget else f"engine {engine!r} has no activation budget"
         used = self.ort_options or name in (*OF_ANY_ENGINE, *self.options)
         if used or name not in EngineSettings.declarations():
             return None

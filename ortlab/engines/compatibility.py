@@ -99,8 +99,13 @@ def _engine_rules(
     )
     yield (
         settings.recompute != "off" and not capabilities.recompute,
-        f"recompute={settings.recompute!r} is for engine 'ortmodule'; choose recompute='off' "
-        f"with engine {engine!r}",
+        f"recompute={settings.recompute!r} is for engines 'ort' and 'ortmodule'; choose "
+        f"recompute='off' with engine {engine!r}",
+    )
+    yield (
+        settings.activation_budget != 1 and not capabilities.activation_budget,
+        f"activation_budget={settings.activation_budget!r} is for engine 'ort'; choose "
+        f"activation_budget=1.0 with engine {engine!r}",
     )
 
 

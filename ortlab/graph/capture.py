@@ -28,6 +28,7 @@ from ortlab.utils.onnx_shapes import bytes_of, follows, size_of
 from ortlab.utils.tables import Column, Table
 
 _ROOT = "_original_module"
+_VIEWS: Final = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 _YIELD = "YieldOp"
 _LINE = re.compile(r"(?:\S.*\.\w+:\d+|cell line \d+)(?:: |$)")
 _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
@@ -99,6 +100,10 @@ class Stage:
     ) -> None:
         self.name = name
         self.model = model
+        self.ends: Sequence[int] | None = None
+        """Index of the last node of the session that each node is part of, if there are several."""
+        self.torch_operators: frozenset[str] = frozenset()
+        """Operators among the nodes that torch runs, between sessions."""
         self.graphs: Graphs | None = None
         """All stages of the same model."""
         self._modules = modules
@@ -113,6 +118,14 @@ class Stage:
             model: Graph to use instead, as an ONNX model without weights.
         """
         return Stage(self.name, model, self._modules, self._trained, self._before)
+
+    def is_view(self, node: Node) -> bool:
+        """Return True if the output of a node shares the memory of its first input.
+
+        Args:
+            node: Node of this stage.
+        """
+        return node.op in _VIEWS
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:

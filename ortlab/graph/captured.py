@@ -22,15 +22,19 @@ from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ort.capture import Captured, CompiledGraph
 from ortlab.engines.ort.draws import Draw
-from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
+from ortlab.engines.ort.lowering.graph import ONNX_TYPES, hint, size_of
 from ortlab.engines.ort.model import OrtModel
-from ortlab.engines.ort.onnx_model import code_line, is_number, source_line
+from ortlab.engines.ort.onnx_model import (
+    code_line,
+    is_number,
+    model_path,
+    module_calls,
+    source_line,
+)
 from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
 from ortlab.graph.capture import Graphs, Node, Stage
-
-_ROOT: Final = re.compile(r"L\['\w+'\](\.__self__)?\.?")
-"""The model, or a module whose forward is captured for itself, in Dynamo's paths of modules."""
+from ortlab.graph.lifetimes import TANGENTS
 
 _ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
 """Dynamo's name of an argument of forward: its number or its name."""
@@ -44,6 +48,19 @@ _TYPES: Final = ONNX_TYPES | {
     torch.complex64: onnx.TensorProto.COMPLEX64,
     torch.complex128: onnx.TensorProto.COMPLEX128,
 }
+
+
+def _operator_name(target: Any) -> str:
+    """Return the name of what a node calls, without its overload."""
+    if isinstance(target, Draw):
+        return target.kind
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+_TORCH_VIEWS: Final = frozenset(f"{_TORCH}.{_operator_name(target)}" for target in FREE)
+"""Operators in torch whose results are views."""
+
 Names = Any
 """Name of a tensor, list of names, or None for what is not a tensor."""
 
@@ -57,6 +74,8 @@ class CapturedStage(Stage):
         nodes: Its nodes.
         parameters: Tensor of each parameter and buffer, by its name in the model.
         parameter_gradients: Tensor of each parameter's gradient, by the parameter's name.
+        ends: Index of the last node of the session that each node is part of; its own index if
+            torch runs it.
     """
 
     def __init__(
@@ -66,11 +85,20 @@ class CapturedStage(Stage):
         nodes: Sequence[Node],
         parameters: Mapping[str, str],
         parameter_gradients: Mapping[str, str],
+        ends: Sequence[int],
     ) -> None:
         super().__init__(name, model)
         self.nodes = tuple(nodes)
+        self.ends = tuple(ends)
+        self.torch_operators = frozenset(
+            node.op for node in nodes if node.op.startswith(f"{_TORCH}.")
+        )
         self.parameters = dict(parameters)
         self.parameter_gradients = dict(parameter_gradients)
+
+    def is_view(self, node: Node) -> bool:
+        """See `Stage.is_view`."""
+        return node.op in _TORCH_VIEWS or super().is_view(node)
 
 
 def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
@@ -107,6 +135,9 @@ def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
         raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
     return Graphs(name, stages, sizes=sizes, about=CAPTURED_STAGES)
 
+
+_Like = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor in the call that was captured."""
 
 Origin = tuple[int, str]
 """The id of a segment and the name of an ONNX node, or of a graph and of an operator in torch."""
@@ -159,6 +190,7 @@ class _Builder:
         self._modules = frozenset(n for n, _ in module.named_modules(remove_duplicate=False))
         self._root = module
         self._trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        self._ends: dict[int, int] = {}
         self._protos: list[onnx.NodeProto] = []
         self._nodes: list[Node] = []
         self._constants: list[onnx.TensorProto] = []
@@ -175,6 +207,10 @@ class _Builder:
         self._forward: dict[tuple[int, int], str] = {}
         self._capture = 0
         self._viewed: dict[str, Names] = {}
+        self._results: dict[str, _Like] = {}  # of forward graphs
+        self._passed: dict[int, dict[int, str]] = defaultdict(dict)
+        self._tangents: dict[str, str] = {}
+        """Gradients of results that a later graph reads, by the result."""
 
     def stage(self) -> Stage:
         """Return the stage."""
@@ -192,7 +228,12 @@ class _Builder:
             value_info=infos(name for name in self._infos if name not in ends),
         )
         return CapturedStage(
-            self._stage, helper.make_model(graph), self._nodes, self._parameters, self._gradients
+            self._stage,
+            helper.make_model(graph),
+            self._nodes,
+            self._parameters,
+            self._gradients,
+            [self._ends.get(i, i) for i in range(len(self._nodes))],
         )
 
     def add(self, graph: CompiledGraph) -> None:
@@ -209,18 +250,31 @@ class _Builder:
             for name, made in zip(parameters, found, strict=False):
                 if made is not None and name in self._trained:
                     self._gradients[name] = made
+            for i, name in self._passed.get(self._capture, {}).items():
+                if found[i] is not None:
+                    self._tangents[name] = found[i]
         else:
             inputs = zip(placeholders, parameters, graph.captured.inputs, strict=True)
-            found = self._walked(module, [self._input(*each) for each in inputs])
-            found = found[: len(found) - self._saved.get(graph.captured, 0)]
+            given = [self._input(i, *each) for i, each in enumerate(inputs)]
+            found = self._walked(module, given)
+            end = len(found) - self._saved.get(graph.captured, 0)
+            (output,) = module.graph.find_nodes(op="output")
+            for node, made in zip(output.args[0][:end], found[:end], strict=True):
+                if made is not None:
+                    self._results[made] = _like(node.meta["val"])
+            found = found[:end]
             self._tell_sizes(graph)
         self._outputs.update(dict.fromkeys(made for made in found if made is not None))
 
-    def _input(self, node: fx.Node, parameter: str, argument: str) -> Names:
+    def _input(self, place: int, node: fx.Node, parameter: str, argument: str) -> Names:
         """Return the name of an input of a forward graph."""
         if is_number(node):
             return None
         name = parameter or self._argument(argument)
+        if not parameter and (passed := self._from_before(node, name)):
+            self._passed[self._capture][place] = passed
+            self._shared[self._capture, node.name] = passed
+            return passed
         for i, size in enumerate(node.meta["val"].shape):
             size = size_of(size)
             if isinstance(size, sympy.Symbol):
@@ -235,6 +289,25 @@ class _Builder:
         if parameter:
             self._parameters[parameter] = made
         return made
+
+    def _from_before(self, node: fx.Node, name: str) -> str | None:
+        """Return the result of an earlier graph that an input after a graph break is.
+
+        It is the last one of its type and shape: Dynamo does not tell.
+        """
+        if name in inspect.signature(self._root.forward).parameters:
+            return None
+        like = _like(node.meta["val"])
+        found = next(
+            (made for made in reversed(self._results) if self._results[made] == like), None
+        )
+        sizes = [] if found is None else self._infos[found].type.tensor_type.shape.dim
+        for size, dim in zip(node.meta["val"].shape, sizes, strict=False):
+            size = size_of(size)
+            if isinstance(size, sympy.Symbol) and dim.dim_param.isidentifier():
+                named = sympy.Symbol(dim.dim_param, integer=True)
+                self._symbols[self._capture].setdefault(size, named)
+        return found
 
     def _argument(self, name: str) -> str:
         """Return the name of an argument of forward by Dynamo's name of it."""
@@ -252,6 +325,10 @@ class _Builder:
         if is_number(node):
             return None
         made = self._shared.get((self._capture, node.name))
+        if made is None and node.name.startswith(TANGENTS):
+            like = _like(node.meta["val"])
+            known = (name for name in self._tangents if self._results[name] == like)
+            made = self._tangents.pop(next(known, ""), None)
         if made is None:
             made = self._tensor(node.name, node.meta["val"])
             self._inputs[made] = None
@@ -355,6 +432,8 @@ class _Builder:
             for name in (*proto.input, *proto.output):
                 if name not in tensors:
                     tensors[name] = self._tensor(name, lowered.values.get(name))
+        first, end = len(self._nodes), len(self._nodes) + len(model.graph.node) - 1
+        self._ends |= dict.fromkeys(range(first, end + 1), end)
         for proto in model.graph.node:
             names = (proto.name, *proto.output)
             maker = next((by_name[n] for n in map(_maker, names) if n in by_name), None)
@@ -441,13 +520,15 @@ class _Builder:
 
     def _stack(self, node: fx.Node) -> list[tuple[str, str]]:
         """Return the calls of modules that a node is part, or a gradient, of: outermost first."""
-        meta = node.meta
-        stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
         return [
-            (key, _ROOT.sub("", path))
-            for key, (path, _) in stack.items()
+            (key, model_path(path))
+            for key, path in module_calls(node)
             if self._is_of_model or ".__self__" in path
         ]
+
+
+def _like(tensor: torch.Tensor) -> _Like:
+    return tensor.dtype, tuple(map(hint, tensor.shape))
 
 
 def _is_of_model(captured: Captured, module: nn.Module) -> bool:
@@ -469,15 +550,7 @@ def _arguments_of(name: str) -> tuple[str, ...]:
 def _saved(backward: CompiledGraph) -> int:
     """Return the number of results of the forward pass, the last ones, that it saves."""
     inputs = (node for node in backward.division.module.graph.nodes if node.op == "placeholder")
-    return sum(not node.name.startswith("tangents_") for node in inputs)
-
-
-def _operator_name(target: Any) -> str:
-    """Return the name of what a node calls, without its overload."""
-    if isinstance(target, Draw):
-        return target.kind
-    packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+    return sum(not node.name.startswith(TANGENTS) for node in inputs)
 
 
 def _source(node: fx.Node) -> str:

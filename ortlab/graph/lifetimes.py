@@ -14,15 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import onnx
+
 from ortlab.graph.capture import Node, Stage
 
 KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient", "workspace")
 """Kinds of tensors. A workspace is memory that a kernel allocates for itself while it runs."""
-_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+TANGENTS: Final = "tangents_"
+"""Beginning of the names of gradients of results, which torch gives to the backward pass."""
 HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
 """Operators whose last output holds sizes."""
 _YIELD = "com.microsoft.YieldOp"
 _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
+    "Where": (2, "output", 0),
     "com.microsoft.LayerNormalizationGrad": (4, "input", 1),
     "com.microsoft.SimplifiedLayerNormalizationGrad": (4, "input", 1),
     "com.microsoft.BiasGelu": (1, "output", 0),
@@ -35,6 +39,25 @@ _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
 Measured with ORT 1.19.2, see tests/bench/memory.py. The other kernels of the models measured there
 allocate no workspace.
 """
+_IN_PLACE: Final = frozenset(
+    {
+        "Cast",
+        "Clip",
+        "Elu",
+        "HardSigmoid",
+        "LeakyRelu",
+        "LogSoftmax",
+        "Relu",
+        "Selu",
+        "Sigmoid",
+        "Softmax",
+        "Softplus",
+        "Softsign",
+        "Tanh",
+        "ThresholdedRelu",
+    }
+)
+"""Operators whose CPU kernels can write to the memory of their input, measured with 1.32."""
 STATE: Final = {"adamw": 2, "sgd": 1, "lamb": 2}
 """Copies of a trained parameter that each optimizer of `ortlab.settings` stores as its state."""
 SCOPE = re.compile(r"^(/_original_module/(.*/)?|_original_module\.)")
@@ -82,7 +105,7 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
     """
     nodes = stage.nodes
     end = len(nodes)
-    storage = _storage(nodes)
+    storage = _storage(stage)
     last = _last_uses(stage, storage, end)
     views: dict[str, list[str]] = defaultdict(list)
     for view, looked_at in storage.items():
@@ -94,7 +117,12 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
             yield Tensor(name, "optimizer state", _owner(name), "", 0, end, tensor, copies)
     held = set(stage.parameters.values())
     for value in stage.model.graph.input:
-        if value.name not in held:
+        if value.name.startswith(TANGENTS):  # gradients of results, which torch gives to backward
+            born = next(i for i, node in enumerate(nodes) if node.phase == "backward")
+            yield Tensor(
+                value.name, "gradient", "", "", born, last.get(value.name, born), value.name
+            )
+        elif value.name not in held:
             yield Tensor(value.name, "batch", "", "", 0, end, value.name)
     for at, node in enumerate(nodes):
         # Torch creates the gradients that ORT's yield node returns when backward begins.
@@ -116,33 +144,126 @@ def _is_activation(node: Node) -> bool:
     return (node.phase == "forward" and node.op != _YIELD) or node.name.endswith("_recompute")
 
 
-def _storage(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return the tensor whose storage each view shares.
+def _storage(stage: Stage) -> dict[str, str]:
+    """Return the tensor whose storage each view shares, and each result that takes over a buffer.
 
-    A view that is read first by the yield node, and so passed to torch, is a copy.
+    A view that leaves its session is a copy, as one that the yield node reads first.
     """
-    readers: dict[str, str] = {}
-    for node in nodes:
+    readers: dict[str, list[int]] = defaultdict(list)
+    for at, node in enumerate(stage.nodes):
         for name in node.inputs:
-            readers.setdefault(name, node.op)
+            readers[name].append(at)
+    if stage.ends is not None:
+        return _Buffers(stage, stage.ends, readers).storage
     found: dict[str, str] = {}
-    for node in nodes:
-        if node.op in _VIEWS and readers.get(node.outputs[0]) != _YIELD:
-            found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
+    for node in stage.nodes:
+        name = node.outputs[0] if node.outputs else ""
+        to_torch = bool(readers[name]) and stage.nodes[readers[name][0]].op == _YIELD
+        if stage.is_view(node) and not to_torch:
+            found[name] = found.get(node.inputs[0], node.inputs[0])
     return found
+
+
+class _Buffers:
+    """Buffers that the sessions of a stage plan to use again, as onnxruntime 1.32 does.
+
+    A result takes over the buffer of an input that is not read any more, if its kernel can work in
+    place, or that of any earlier tensor of the same size (onnxruntime/core/framework/
+    allocation_planner.cc). A buffer is not freed until the last tensor in it is not read any more.
+    """
+
+    def __init__(
+        self, stage: Stage, ends: Sequence[int], readers: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.storage: dict[str, str] = {}
+        self._stage, self._ends, self._readers = stage, ends, readers
+        self._given = {value.name for value in stage.model.graph.output}
+        self._left: dict[str, int] = {}  # reads of a buffer that are to come, in its session
+        self._free: list[str] = []
+        for at, node in enumerate(stage.nodes):
+            if at and ends[at] != ends[at - 1]:
+                self._left.clear()
+                self._free.clear()
+            self._add(at, node)
+
+    def _add(self, at: int, node: Node) -> None:
+        for name in filter(None, node.outputs):
+            leaves = self._leaves(at, name)
+            if node.inputs and self._stage.is_view(node) and not leaves:
+                self._share(name, self._root(node.inputs[0]))
+            elif not leaves and node.op not in self._stage.torch_operators:
+                self._share(name, self._taken_over(node, name))
+        for name in node.inputs:
+            self._read(self._root(name))
+        for name in node.outputs:
+            self._read(self._root(name), times=0)
+
+    def _leaves(self, at: int, name: str) -> bool:
+        """Return True if torch or another session reads a session's result."""
+        if self._ends[at] == at and self._stage.nodes[at].op in self._stage.torch_operators:
+            return False
+        return name in self._given or any(
+            self._ends[reader] != self._ends[at] for reader in self._readers[name]
+        )
+
+    def _root(self, name: str) -> str:
+        return self.storage.get(name, name)
+
+    def _share(self, name: str, buffer: str) -> None:
+        if buffer != name:
+            self.storage[name] = buffer
+        if buffer == name or buffer in self._left:
+            self._left[buffer] = self._left.get(buffer, 0) + len(self._readers[name])
+
+    def _taken_over(self, node: Node, name: str) -> str:
+        """Return the buffer that a result is written to, which may be its own."""
+        if node.op in _IN_PLACE and node.outputs[0] == name:
+            buffer = self._root(node.inputs[0])
+            reads = sum(self._root(each) == buffer for each in node.inputs)
+            if self._left.get(buffer) == reads and self._size(buffer) == self._size(name):
+                return buffer
+        size = self._size(name)
+        for buffer in self._free:
+            if size is not None and self._size(buffer) == size:
+                self._free.remove(buffer)
+                return buffer
+        return name
+
+    def _read(self, buffer: str, times: int = 1) -> None:
+        if buffer in self._left:
+            self._left[buffer] -= times
+            if not self._left[buffer] and buffer not in self._free:
+                self._free.insert(0, buffer)
+
+    def _size(self, name: str) -> tuple[int, tuple[int | str, ...]] | None:
+        """Return the size of an element and the shape of a tensor."""
+        if name not in self._stage.tensors:
+            return None
+        kind, sizes = self._stage.tensors[name]
+        return int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize), sizes
 
 
 def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, int]:
     """Return the last node that reads each tensor or a view of it.
 
-    Graph outputs and outputs passed to the caller of forward live until the step ends.
+    Graph outputs and outputs passed to the caller of forward live until the step ends. What a
+    session is given and what it returns live at least until it ends.
     """
     found: dict[str, int] = {}
+    made: dict[str, int] = {}
     for at, node in enumerate(stage.nodes):
+        made |= dict.fromkeys(node.outputs, at)
         for name in node.inputs:
-            found[storage.get(name, name)] = (
-                end if node.op == _YIELD else max(at, found.get(storage.get(name, name), 0))
-            )
+            stored = storage.get(name, name)
+            last = end if node.op == _YIELD else at
+            if stage.ends is not None:
+                maker = made.get(stored, -1)
+                if maker < 0 or stage.ends[maker] != stage.ends[at]:
+                    last = stage.ends[at]
+                    found[stored] = max(
+                        found.get(stored, 0), stage.ends[maker] if maker >= 0 else 0
+                    )
+            found[stored] = max(last, found.get(stored, 0))
     for value in stage.model.graph.output:
         found[storage.get(value.name, value.name)] = end
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,8 @@ from torch import nn
 
 from ortlab.engines.base import Batch
 from ortlab.engines.ortmodule import options
-from ortlab.engines.ortmodule.kernels.recomputed_graph import LAYERS, SUFFIX, Plans
+from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX, Plans
+from ortlab.engines.plan_names import LAYERS, OFF, split
 from ortlab.graph import profiler
 from ortlab.graph.capture import capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, plan, plan_of
@@ -26,7 +27,6 @@ from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.utils.process_memory import memory, parse_bytes
 from ortlab.utils.tables import Column, Table
 
-OFF: Final = "off"
 _YIELD: Final = "com.microsoft.YieldOp"
 _STEPS: Final = 3
 _MOST_CHOICES: Final = 64
@@ -123,7 +123,7 @@ class RecomputePlans:
         Raises:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
-        return self._graph.check(_split(plan))
+        return self._graph.check(split(plan))
 
     @property
     def chosen(self) -> str:
@@ -161,7 +161,7 @@ class RecomputePlans:
         Raises:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
-        self._graph.check(_split(plan))
+        self._graph.check(split(plan))
         self._choose(plan)
 
     def memory(self, plan: str) -> MemoryPlan:
@@ -170,7 +170,7 @@ class RecomputePlans:
         Args:
             plan: Plan, or several separated by commas. "off" stands for none.
         """
-        return self._memory(_split(plan))
+        return self._memory(split(plan))
 
     def _memory(self, plans: tuple[str, ...]) -> MemoryPlan:
         if plans not in self._known:
@@ -187,7 +187,7 @@ class RecomputePlans:
         Raises:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
-        plans = self._graph.check(_split(plan))
+        plans = self._graph.check(split(plan))
         before, after = self._memory(()), self._memory(plans)
         return Saving(
             plan,
@@ -284,7 +284,7 @@ class RecomputePlans:
         if len(self._graph.layers) > 1:
             plans.insert(0, LAYERS)
         rows = [here.savings(plan) for plan in plans]
-        chosen = (*_split(self.chosen), *self.parts(self.chosen))
+        chosen = (*split(self.chosen), *self.parts(self.chosen))
         columns: list[Column[Saving]] = [
             Column("", lambda row: "x" if row.plan in chosen else ""),
             Column("recompute", lambda row: row.plan),
@@ -339,11 +339,6 @@ def _after_forward(plan: MemoryPlan) -> int:
     nodes = plan.stage.nodes
     at = next(i for i, node in enumerate(nodes) if node.op == _YIELD)
     return int(plan.curve()[at]) - plan.idle_bytes()
-
-
-def _split(plan: str) -> tuple[str, ...]:
-    names: Iterable[str] = (name.strip() for name in plan.split(","))
-    return tuple(name for name in names if name and name != OFF)
 
 
 def _within(inner: str, outer: str) -> bool:

@@ -222,8 +222,16 @@ class EngineSettings(Settings):
         panel=True,
         common=True,
         help="activations to recompute in the backward pass instead of storing them: off, layers "
-        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORT such "
-        "as BiasGelu+:1:-1; separate several with commas",
+        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORTModule "
+        "such as BiasGelu+:1:-1; separate several with commas",
+    )
+    activation_budget: float = setting(
+        1.0,
+        panel=True,
+        minimum=0.05,
+        maximum=1,
+        help="share of the activations that engine ort stores for the backward pass; it computes "
+        "the others again, the cheapest first",
     )
     self_check: bool = setting(
         True,

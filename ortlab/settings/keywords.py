@@ -16,6 +16,7 @@ class EngineKeywords(TypedDict, total=False):
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
     recompute: str
+    activation_budget: float
     self_check: bool
     fallback: bool
     cache: bool
@@ -53,6 +54,7 @@ class FinetuneKeywords(TypedDict, total=False):
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
     recompute: str
+    activation_budget: float
     self_check: bool
     fallback: bool
     cache: bool
@@ -122,6 +124,7 @@ class RaceKeywords(TypedDict, total=False):
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
     recompute: str
+    activation_budget: float
     self_check: bool
     fallback: bool
     cache: bool
@@ -178,6 +181,7 @@ class TuneKeywords(TypedDict, total=False):
     target: Literal["samples", "tokens"]
     kernels: Literal["measured", "torch", "ort"]
     attention: Literal["auto", "fused", "onnx"]
+    activation_budget: float
     self_check: bool
     fallback: bool
     cache: bool

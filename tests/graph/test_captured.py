@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.graph import CAPTURED_STAGES
-from ortlab.graph.capture import Graphs
+from ortlab.graph.capture import Graphs, Node, Stage
 from ortlab.notebook.views import graph_view
 from tests.support.called_models import bert, gpt2
 
@@ -150,22 +150,32 @@ class Twice(nn.Module):
         return made
 
 
+def erfcx_of(stage: Stage) -> Node:
+    (found,) = (node for node in stage.nodes if node.op == "torch.special_erfcx")
+    return found
+
+
 def test_calls_operators_in_torch_and_both_sides_of_a_graph_break() -> None:
     wrapped = ortlab.wrap(Twice(), engine="ort", self_check=False)
     for rows in (4, 5, 7):
         wrapped(torch.randn(rows, 6)).sum().backward()
     graphs = ortlab.graphs(wrapped)
-    assert graphs.sizes == {"x_dim0": 7, "h_dim0": 7}  # h is what Python hands over at the break
+    assert graphs.sizes == {"x_dim0": 7}
+    # What Python hands over at the break is one tensor in the graphs on both sides.
+    head = next(n for n in graphs.forward.nodes if n.module == "head")
+    assert set(head.inputs) & set(erfcx_of(graphs.forward).outputs)
+    given = {value.name for value in graphs.gradient.model.graph.input}
+    assert given & {"h", "tangents_1.2"} == set()
     assert set(graphs.gradient.dims) == set(graphs.sizes)
     assert graphs.gradient.ops["torch.special_erfcx"] == 1
-    (erfcx,) = (n for n in graphs.gradient.nodes if n.op == "torch.special_erfcx")
+    erfcx = erfcx_of(graphs.gradient)
     assert erfcx.source.endswith("h = torch.special.erfcx(self.layer(self.layer(x)))")
     assert set(graphs.gradient.parameter_gradients) == {
         f"{module}.{kind}" for module in ("layer", "head") for kind in ("weight", "bias")
     }
     rows = {row.path: row.calls for row in graph_view.outline_of(graphs, "gradient").modules}
     assert (rows["layer"], rows["head"]) == (2, 1)
-    found = graphs.gradient.bytes_of(erfcx.outputs[0], {"x_dim0": 10, "h_dim0": 10})
+    found = graphs.gradient.bytes_of(erfcx.outputs[0], {"x_dim0": 10})
     assert found == 10 * 6 * 4
 
 

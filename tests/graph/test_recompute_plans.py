@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import ortlab
 from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.engine import execution_of
-from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
+from ortlab.engines.plan_names import UnknownPlan
 from ortlab.graph.recompute_plans import RecomputePlans
 from ortlab.session import session
 from tests.support import tiny

@@ -608,7 +608,7 @@ def test_a_loader_keeps_the_sizes_of_its_batches(threads_end: None) -> None:
         ({"lrr": 1.0}, "unknown setting 'lrr': did you mean 'learning_rate'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"engine": "ortmodule", "precision": "bf16", "kernels": "ort"}, "needs torch's kernels"),
-        ({"recompute": "layers"}, "recompute='layers' is for engine 'ortmodule'"),
+        ({"recompute": "layers"}, "recompute='layers' is for engines 'ort' and 'ortmodule'"),
         (
             {"engine": "ortmodule", "precision": "fp16"},
             "ORT's CPU kernels compute float16 in float32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 import weakref
@@ -15,14 +16,14 @@ import torch
 from torch import fx, nn
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import attention, check, draws, recurrence, session
-from ortlab.engines.ort.lowering.graph import RULES
-from ortlab.engines.ort.onnx_model import is_number
+from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
+from ortlab.engines.ort.onnx_model import is_number, tensors_in
+from ortlab.engines.ort.recompute import NOTHING, JointGraph, Recompute
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
 from ortlab.settings import unknown_name
 from ortlab.utils import warn_once
@@ -128,6 +129,7 @@ class CompiledGraph:
         division: Its segments.
         seconds: Time of the compilation, without Dynamo's capture.
         captured: The graph of Dynamo that it belongs to.
+        recompute: What the backward pass computes again.
         calls: Number of calls so far.
         call_seconds: Time of the calls so far.
         last_call: Number of the model's call that it was last called in.
@@ -138,6 +140,7 @@ class CompiledGraph:
     division: Division
     seconds: float
     captured: Captured
+    recompute: Recompute = NOTHING
     calls: int = 0
     call_seconds: float = 0.0
     last_call: int = 0
@@ -163,6 +166,24 @@ class CompiledGraph:
         self.calls += 1
         return results
 
+    def stored_bytes(self) -> int:
+        """Return the size of the activations that a backward graph reads, in its last call."""
+        inputs = [node for node in self.division.module.graph.nodes if node.op == "placeholder"]
+        known = {
+            node.meta["val"].node.expr: self.sizes[node.name]
+            for node in inputs
+            if isinstance(node.meta.get("val"), torch.SymInt) and node.name in self.sizes
+        }
+
+        def value(size: Any) -> int:
+            found = size_of(size)
+            found = found if isinstance(found, int) else found.xreplace(known)
+            return int(found) if isinstance(found, int) or found.is_number else hint(size)
+
+        kept = (node for node in inputs if not node.name.startswith(("primals_", "tangents_")))
+        tensors = (tensor for node in kept for tensor in tensors_in(node.meta.get("val")))
+        return sum(math.prod(map(value, t.shape)) * t.element_size() for t in tensors)
+
 
 @dataclass(eq=False)
 class Backend:  # torch compares backends of compiled code: each model's is its own
@@ -175,6 +196,8 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         severity: Lowest severity of the messages that ORT prints in graphs compiled from now on.
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
         self_check: Compare the first call of each segment with torch.
+        recompute: What the backward pass computes again, from the next forward pass on.
+        unmet: Why `recompute` has no effect on a graph; "" if it has.
     """
 
     __name__ = "ortlab"  # as torch names it in errors
@@ -185,6 +208,8 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
     severity: int = session.SILENT
     save_onnx: str | None = None
     self_check: bool = False
+    recompute: Recompute = NOTHING
+    unmet: str = ""
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
@@ -195,37 +220,39 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         tensors = (weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs)
         captured = Captured(tuple(placeholders), tuple(tensors))
+        step = _Step(self, captured)
         compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=self._compiler("forward", captured),
-            bw_compiler=self._compiler("backward", captured),
-            inference_compiler=self._compiler("inference", captured),
-            partition_fn=_partition,
+            fw_compiler=step.compile_forward,
+            bw_compiler=step.compile_backward,
+            inference_compiler=step.compile_inference,
+            partition_fn=step.partition,
             decompositions=decompositions(),
         )(module, inputs)
         return compiled
 
-    def _compiler(self, phase: Phase, captured: Captured) -> Callable[..., Any]:
-        def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            started = time.perf_counter()
-            _donate_nothing()
-            with unset_fake_temporarily():
-                if phase == "inference":
-                    draws.take_out(module)
-                division = divide(module, severity=self.severity)
-            if self.self_check:
-                check.check_first_calls(division.ort_segments(), _warn)
-            made = CompiledGraph(phase, division, time.perf_counter() - started, captured)
-            self.graphs.append(made)
-            self.save(len(self.graphs) - 1)
+    def compiled(
+        self, phase: Phase, module: fx.GraphModule, captured: Captured, recompute: Recompute
+    ) -> CompiledGraph:
+        """Compile a graph of ATen operators and remember it.
 
-            def run(arguments: list[Any]) -> Any:
-                made.last_call = self.call
-                return made(arguments)
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
-
-        return compile_graph
+        Args:
+            phase: Forward or backward pass, or inference.
+            module: The graph.
+            captured: Graph of Dynamo that it was made of.
+            recompute: What the backward pass computes again.
+        """
+        started = time.perf_counter()
+        with unset_fake_temporarily():
+            if phase == "inference":
+                draws.take_out(module)
+            division = divide(module, severity=self.severity)
+        if self.self_check:
+            check.check_first_calls(division.ort_segments(), _warn)
+        seconds = time.perf_counter() - started
+        made = CompiledGraph(phase, division, seconds, captured, recompute)
+        self.graphs.append(made)
+        self.save(len(self.graphs) - 1)
+        return made
 
     def save(self, number: int) -> None:
         """Write the ONNX models of a graph to ``<save_onnx>_<graph>_<phase>_<segment>.onnx``.
@@ -246,6 +273,183 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
                 write_private(path, segment.lowered.model.SerializeToString())
             except OSError as error:
                 warn_once.say(str(path), f"not written: {error}")
+
+
+@dataclass
+class _Pair:
+    """Forward and backward graph that are in use together.
+
+    Attributes:
+        forward: The forward graph.
+        saved: Number of tensors that it saves.
+        dynamic: Dimensions of those tensors whose sizes are not fixed, by their numbers.
+        backward: The backward graph; None until torch compiles it.
+        empty: Number of empty tensors that are saved in addition, see `_Step`.
+    """
+
+    forward: CompiledGraph
+    saved: int
+    dynamic: dict[int, set[int]]
+    backward: CompiledGraph | None = None
+    empty: int = 0
+
+
+class _Step:
+    """Forward and backward pass made of one graph of Dynamo.
+
+    AOTAutograd calls what was compiled at first. That calls the graphs in use now, which others
+    made of the same joint graph can replace: AOTAutograd passes on any number of saved tensors. By
+    their number a backward pass finds the graph that its forward pass belongs to; empty tensors
+    make the numbers differ.
+    """
+
+    def __init__(self, backend: Backend, captured: Captured) -> None:
+        self._backend = backend
+        self._captured = captured
+        self._recompute = backend.recompute
+        self._joint: JointGraph | None = None
+        self._results = self._numbers = 0
+        self._exchangeable = True
+        self._pairs: dict[Recompute, _Pair] = {}
+        self._by_inputs: dict[int, _Pair] = {}
+        self._metadata: Any = None
+
+    def partition(self, joint: fx.GraphModule, _: Sequence[Any], **options: Any) -> Any:
+        """Divide the joint graph into forward and backward pass."""
+        draws.take_out(joint)
+        self._joint = JointGraph(joint, options)
+        self._results = options["num_fwd_outputs"]
+        return self._partitioned(self._joint, self._recompute)
+
+    def compile_inference(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph without a backward pass."""
+        made = self._compiled("inference", module, self._recompute)
+
+        def run(arguments: list[Any]) -> Any:
+            made.last_call = self._backend.call
+            return made(arguments)
+
+        return _boxed(run)
+
+    def compile_forward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the forward pass."""
+        context = TracingContext.try_get()
+        self._metadata = None if context is None else context.fw_metadata
+        saved = _results_of(module)[self._results :]
+        self._numbers = sum(map(is_number, saved))
+        kept = saved[: len(saved) - self._numbers]
+        self._exchangeable = self._metadata is not None and all(map(_is_plain, kept))
+        self._pairs[self._recompute] = self._pair(module, self._recompute)
+        return _boxed(self._run_forward)
+
+    def compile_backward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the backward pass."""
+        _donate_nothing()
+        (pair,) = self._pairs.values()
+        self._add_backward(pair, module, self._recompute)
+        return _boxed(self._run_backward)
+
+    def _exchange(self, recompute: Recompute) -> None:
+        """Use the graphs that belong to `recompute`, which are made where there are none yet."""
+        if recompute not in self._pairs:
+            pair = self._made(recompute)
+            if pair is None:
+                self._backend.unmet = (
+                    "a graph that was captured before this change stays as it is; wrap the model "
+                    "again"
+                )
+                return
+            self._pairs[recompute] = pair
+        self._recompute = recompute
+        dynamic = getattr(self._metadata, "dynamic_saved_tensors_idxs", {})
+        dynamic.clear()
+        dynamic.update(self._pairs[recompute].dynamic)
+
+    def _made(self, recompute: Recompute) -> _Pair | None:
+        """Return new graphs; None if autograd cannot keep what they save."""
+        if self._joint is None or not self._exchangeable or not self._by_inputs:
+            return None
+        forward, backward = self._partitioned(self._joint, recompute)
+        saved = _results_of(forward)[self._results :]
+        kept = saved[: len(saved) - self._numbers]
+        if sum(map(is_number, saved)) != self._numbers or not all(map(_is_plain, kept)):
+            return None
+        pair = self._pair(forward, recompute)
+        self._add_backward(pair, backward, recompute)
+        return pair
+
+    def _partitioned(self, joint: JointGraph, recompute: Recompute) -> Any:
+        if recompute.plans and not joint.contains(recompute.plans):
+            self._backend.unmet = f"a graph does not contain {', '.join(recompute.plans)}"
+        return joint.partitioned(recompute)
+
+    def _pair(self, module: fx.GraphModule, recompute: Recompute) -> _Pair:
+        results = _results_of(module)
+        saved = results[self._results : len(results) - self._numbers]
+        dynamic = {
+            i: {dim for dim, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)}
+            for i, node in enumerate(saved)
+            if isinstance(node.meta["val"], torch.Tensor)
+        }
+        return _Pair(
+            self._compiled("forward", module, recompute),
+            len(saved),
+            {i: dims for i, dims in dynamic.items() if dims},
+        )
+
+    def _add_backward(self, pair: _Pair, module: fx.GraphModule, recompute: Recompute) -> None:
+        inputs = len(module.graph.find_nodes(op="placeholder"))
+        pair.backward = self._compiled("backward", module, recompute)
+        while inputs + pair.empty in self._by_inputs:
+            pair.empty += 1
+        self._by_inputs[inputs + pair.empty] = pair
+
+    def _compiled(
+        self, phase: Phase, module: fx.GraphModule, recompute: Recompute
+    ) -> CompiledGraph:
+        return self._backend.compiled(phase, module, self._captured, recompute)
+
+    def _run_forward(self, arguments: list[Any]) -> Any:
+        if self._recompute != self._backend.recompute:
+            self._exchange(self._backend.recompute)
+        pair = self._pairs[self._recompute]
+        pair.forward.last_call = self._backend.call
+        results = pair.forward(arguments)
+        if not pair.empty:
+            return results
+        end = len(results) - self._numbers
+        empty = [torch.empty(0) for _ in range(pair.empty)]
+        return [*results[:end], *empty, *results[end:]]
+
+    def _run_backward(self, arguments: list[Any]) -> Any:
+        pair = self._by_inputs[len(arguments)]
+        assert pair.backward is not None
+        pair.backward.last_call = self._backend.call
+        end = self._numbers + pair.saved
+        del arguments[end : end + pair.empty]
+        return pair.backward(arguments)
+
+
+def _boxed(run: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """Return a function that AOTAutograd calls with a list, which the function empties."""
+
+    def boxed(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _results_of(module: fx.GraphModule) -> list[Any]:
+    (output,) = module.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _is_plain(node: Any) -> bool:
+    """Return True for a saved tensor that autograd keeps as any other."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and not node.meta.get(
+        "saved_tensor_with_no_vc_check"
+    )
 
 
 def _replace_functions(module: fx.GraphModule) -> None:
@@ -320,9 +524,3 @@ def _self_check(options: object) -> bool:
     if not isinstance(chosen, bool):
         raise ValueError(f"option self_check={chosen!r} must be True or False")
     return chosen
-
-
-def _partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Divide a joint graph into forward and backward pass: what is cheap is computed twice."""
-    draws.take_out(joint)
-    return min_cut_rematerialization_partition(joint, inputs, **options)

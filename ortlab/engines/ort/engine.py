@@ -18,7 +18,10 @@ class OrtEngine(Compile):
 
     name = "ort"
     capabilities = Capabilities(
-        options=("self_check", "fallback", "log_level", "save_onnx"), size_cost="recompile"
+        recompute=True,
+        activation_budget=True,
+        options=("self_check", "fallback", "log_level", "save_onnx"),
+        size_cost="recompile",
     )
 
     def unavailable(self) -> str | None:
@@ -47,7 +50,7 @@ class OrtEngine(Compile):
         Raises:
             ValueError: If no engine can train the model (see `base.unfit`), or the precision is
                 not fp32; the user's loop sets that by autocast. Also if ``save_onnx`` names no
-                file in a writable folder.
+                file in a writable folder, or ``recompute`` names no modules of the model.
         """
         from ortlab.engines.ort import wrapper  # heavy: torch's compiler
 
@@ -101,6 +104,11 @@ class OrtEngine(Compile):
 
 
 def _check(settings: EngineSettings) -> None:
-    """Raise ValueError if the graphs cannot be saved where the settings say."""
+    """Raise ValueError for plans of ORTModule, and if graphs cannot be saved in the place given."""
+    if ":" in settings.recompute:
+        raise ValueError(
+            f"recompute={settings.recompute!r} is a plan of engine 'ortmodule'; name modules, such "
+            "as recompute='layers'"
+        )
     if settings.ortmodule.save_onnx is not None:
         file_prefix(settings.ortmodule.save_onnx, "save_onnx")

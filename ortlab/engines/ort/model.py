@@ -18,12 +18,14 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
+from ortlab.engines import plan_names
 from ortlab.engines.base import Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.call_signature import CallSignature
-from ortlab.engines.ort import check
+from ortlab.engines.ort import check, recompute
 from ortlab.engines.ort.capture import Backend, CompiledGraph, Phase
 from ortlab.engines.ort.compile_log import CompileLog
+from ortlab.engines.ort.recompute import NOTHING, Recompute
 from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import SILENT
 from ortlab.engines.self_check import (
@@ -40,6 +42,7 @@ from ortlab.engines.step_check import Difference, StepCheck
 from ortlab.engines.torchscript.isolation import inputs_kept
 from ortlab.settings import EngineSettings
 from ortlab.utils.errors import Concise
+from ortlab.utils.process_memory import memory
 from ortlab.utils.rng import RandomStates
 
 _LIMITS: Final[dict[str, Any]] = {
@@ -390,11 +393,11 @@ class OrtModel:
             last = max((graph.last_call for graph in graphs), default=0)
             if last:
                 found[phase] = [graph for graph in graphs if graph.last_call == last]
-        captured = [graph.captured for graph in found.get("forward", ())]
+        order = [(graph.captured, graph.recompute) for graph in found.get("forward", ())]
         backward = [graph for graph in self._backend.graphs if graph.phase == "backward"]
         found["backward"] = sorted(
-            (graph for graph in backward if graph.captured in captured),
-            key=lambda graph: -captured.index(graph.captured),
+            (graph for graph in backward if (graph.captured, graph.recompute) in order),
+            key=lambda graph: -order.index((graph.captured, graph.recompute)),
         )
         return found
 
@@ -405,7 +408,7 @@ class OrtModel:
         graphs = self._backend.graphs
         remarks = list(self._remarks)
         if self._fallback is None:
-            remarks += self._parts()
+            remarks += [*self._parts(), *self._stored()]
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback,
@@ -432,9 +435,24 @@ class OrtModel:
             told.insert(0, "; ".join(first))
         return [*told, *in_torch]
 
+    def _stored(self) -> list[str]:
+        """Return lines on what the forward passes of the last call store, if that was chosen."""
+        if self._backend.unmet:
+            return [f"recompute has no effect: {self._backend.unmet}"]
+        if self._backend.recompute == NOTHING:
+            return []
+        graphs = self.last_graphs()["backward"]
+        stored = sum(graph.stored_bytes() for graph in graphs)
+        return [f"recompute: {memory(stored)} stored for the backward pass"] if graphs else []
+
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""
+        plans = plan_names.split(settings.recompute)
+        if plans:
+            plans = plan_names.checked(plans, recompute.plans_of(self.module))
         self.settings = settings
+        self._backend.recompute = Recompute(plans, settings.activation_budget)
+        self._backend.unmet = ""
         self._backend.severity = _SEVERITIES[settings.ortmodule.log_level]
         self._backend.save_onnx = settings.ortmodule.save_onnx
 

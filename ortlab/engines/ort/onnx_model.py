@@ -52,6 +52,9 @@ VIEWS: Final = frozenset(
 )
 """Operators that cost nothing in torch."""
 
+_ROOT: Final = re.compile(r"L\['\w+'\](\.__self__)?\.?")
+"""The model, or a module whose forward is captured for itself, in Dynamo's paths of modules."""
+
 _TRACE_LINE: Final = re.compile(r'File "(.+)", line (\d+).*(?:\n\s*(.+))?')
 
 # Reading FX graphs
@@ -78,6 +81,29 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+
+
+def module_calls(node: fx.Node) -> list[tuple[str, str]]:
+    """Return the calls of modules that a node is part, or a gradient, of: outermost first.
+
+    Args:
+        node: Node with the metadata of Dynamo's capture.
+
+    Returns:
+        Dynamo's key of each call, and its path of the module.
+    """
+    meta = node.meta
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    return [(key, path) for key, (path, _) in stack.items()]
+
+
+def model_path(path: str) -> str:
+    """Return the path of a module in the model, "" for the model itself.
+
+    Args:
+        path: Dynamo's path of the module.
+    """
+    return _ROOT.sub("", path)
 
 
 def source_line(node: fx.Node) -> str:

@@ -528,6 +528,7 @@ class _Divider:
     ) -> None:
         self._module, self._in_torch, self._severity = module, dict(in_torch), severity
         self._nodes = list(module.graph.nodes)
+        self._is_backward = any(node.name.startswith("tangents_") for node in self._nodes)
         self._torch = self._torch_nodes()
         self._levels = self._in_parts(self._levels_of())
         self._outer = fx.Graph()
@@ -593,13 +594,13 @@ class _Divider:
     def _in_parts(self, levels: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[int, int]]:
         """Return the segment of each operator: those in ORT end where they have read much.
 
-        A session keeps what it is given until it ends. In one session, a backward pass would keep
-        all saved tensors until the last gradient is there.
+        A session keeps what it is given until it ends, and computes gradients of weights last. In
+        one session, a backward pass would keep all activations until the last gradient is there.
         """
         last_reader: dict[fx.Node, fx.Node] = {}
         for node in levels:
             for each in node.all_input_nodes:
-                if each.op == "placeholder" and not each.name.startswith(_OF_MODEL):
+                if self._is_activation(each):
                     last_reader[each] = node
         released: dict[fx.Node, int] = defaultdict(int)
         for each, node in last_reader.items():
@@ -618,6 +619,13 @@ class _Divider:
             sizes[level] += released[node]
             found[node] = (level, parts[level])
         return found
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        """Return True for a tensor that a graph is given, not the model's, or computes again."""
+        if node.op == "placeholder":
+            return not node.name.startswith(_OF_MODEL)
+        again = self._is_backward and node.meta.get("partitioner_tag") == "is_forward"
+        return again and node.target not in FREE
 
     def divided(self) -> Division:
         """Return the divided graph."""

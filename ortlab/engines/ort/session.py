@@ -143,7 +143,7 @@ def _session(
 
 
 def executed(model: onnx.ModelProto, *, optimize: bool) -> onnx.ModelProto:
-    """Return what a session of a model executes.
+    """Return what a session of a model executes, with the nodes in the order in which it does.
 
     Args:
         model: Model of the session.

@@ -37,7 +37,7 @@ from ortlab.engines.ortmodule.export_pool import (
     bucket,
 )
 from ortlab.engines.ortmodule.guard import Guard
-from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
+from ortlab.engines.plan_names import UnknownPlan
 from ortlab.engines.self_check import (
     AS_CLOSE,
     EagerOnly,

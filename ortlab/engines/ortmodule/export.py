@@ -30,6 +30,7 @@ from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.ortmodule.fingerprint import Unknowable, fingerprint
 from ortlab.engines.ortmodule.kernels import kernel_choice, substitutes
 from ortlab.engines.ortmodule.kernels import recomputed_graph as recomputing
+from ortlab.engines.plan_names import UnknownPlan
 from ortlab.engines.torchscript import decisions, streams, undifferentiated, weightless
 from ortlab.utils import session_profile
 
@@ -336,7 +337,7 @@ class Export:
         a plan that does not fit the graph.
         """
         if graph is None:
-            raise recomputing.UnknownPlan(
+            raise UnknownPlan(
                 f"recompute={','.join(self.plans)!r} needs the graph that the session runs, which "
                 "ORT reports only on a CPU and without save_onnx; otherwise choose ORT's own plans "
                 "with memory_level=1 or recompute='BiasGelu+:1:-1'"
@@ -365,7 +366,7 @@ class Export:
         try:
             self.close()  # first, so that memory is never needed for two sessions
             self.open()
-        except recomputing.UnknownPlan:
+        except UnknownPlan:
             self.plans = before
             raise
 

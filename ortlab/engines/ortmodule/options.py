@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlab.engines import plan_names
 from ortlab.engines.ortmodule import compat
-from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
+from ortlab.engines.plan_names import UnknownPlan
 from ortlab.engines.torch.stepper import refuses_precision, trains_on_cpu
 from ortlab.settings import EngineSettings, OrtModuleSettings, unknown_name
 from ortlab.utils.files import file_prefix
@@ -235,8 +236,7 @@ def ort_plans(settings: EngineSettings) -> tuple[str, ...]:
 
 
 def _recompute(settings: EngineSettings) -> tuple[str, ...]:
-    names = (name.strip() for name in settings.recompute.split(","))
-    return tuple(name for name in names if name and name != "off")
+    return plan_names.split(settings.recompute)
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from ortlab.graph.recompute_plans import OFF, signed
+from ortlab.engines.plan_names import OFF
+from ortlab.graph.recompute_plans import signed
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.utils.process_memory import memory
 

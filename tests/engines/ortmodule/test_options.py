@@ -29,7 +29,7 @@ from ortlab.engines.ortmodule.compat import restoring
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.export_pool import ExportFailed
-from ortlab.engines.ortmodule.kernels.recomputed_graph import UnknownPlan
+from ortlab.engines.plan_names import UnknownPlan
 from ortlab.engines.registry import refusal
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support.needed_engines import needs

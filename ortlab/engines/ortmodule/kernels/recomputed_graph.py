@@ -23,25 +23,20 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from ortlab.engines import plan_names
 from ortlab.engines.ortmodule.compat.restoring import in_order
 from ortlab.engines.ortmodule.kernels import DOMAIN
 from ortlab.engines.ortmodule.kernels.nodes import BACKWARD, called, mark_backward, operator
 from ortlab.engines.torch.autograd import read_by
 from ortlab.engines.torchscript.failures import module_path
-from ortlab.settings import unknown_name
-from ortlab.utils.errors import Concise
 from ortlab.utils.onnx_shapes import bytes_of
 
-LAYERS = "layers"
-"""Plan that stands for all layers of all lists of layers."""
 SUFFIX = "_recompute"
 """Suffix of the names of recomputed nodes and tensors, as in ORT's own plans."""
 _YIELD = "YieldOp"
 _ROOT = "/_original_module/"  # repeated if the graph includes the loss
 _ITEM = re.compile(r".+\.\d+(_\d+)?|\d+")
 """Part of a scope that is an item of a list. From its second call on the exporter adds a number."""
-_DEEPEST = 2
-"""Number of levels below a layer on which plans may name modules."""
 _VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 _NOT_AGAIN = frozenset(
     {"If", "Loop", "Scan", "PythonOp", "TritonOp", "BatchNormalization", "BatchNormInternal"}
@@ -59,10 +54,6 @@ _ANY_SIZE = 64
 _SIZES = frozenset({TensorProto.INT64, TensorProto.INT32})
 _KEYED = {"dropout": "dropout_of", "attention": "attention_of"}
 _RATIO = {"dropout": 1, "attention": 4}
-
-
-class UnknownPlan(Concise, ValueError):
-    """Raised for a plan that does not exist in the graph. The message suggests the nearest."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ class Plans:
     @property
     def layers(self) -> tuple[str, ...]:
         """Plans of whole layers."""
-        return tuple(plan for plan in self.parts if plan.endswith("*"))
+        return plan_names.whole_layers(self.parts)
 
     def check(self, plans: Iterable[str]) -> tuple[str, ...]:
         """Return the plans that `plans` stand for.
@@ -131,21 +122,7 @@ class Plans:
         Raises:
             UnknownPlan: If a plan does not exist.
         """
-        found: list[str] = []
-        for plan in plans:
-            if plan == LAYERS:
-                if not self.layers:
-                    raise UnknownPlan(
-                        f"recompute={LAYERS!r}: the model has no list of layers whose activations "
-                        f"could be recomputed; {unknown_name('', self.parts)}"
-                    )
-                found += self.layers
-            elif plan in self.parts:
-                found.append(plan)
-            else:
-                known = [LAYERS, *self.parts] if self.layers else list(self.parts)
-                raise UnknownPlan(f"recompute={plan!r}: {unknown_name(plan, known)}")
-        return tuple(dict.fromkeys(found))
+        return plan_names.checked(plans, self.parts)
 
     def applied(self, plans: Iterable[str]) -> onnx.ModelProto:
         """Return the graph that recomputes parts of the model, with nodes in execution order.
@@ -512,7 +489,7 @@ def _named(node: onnx.NodeProto) -> Iterator[tuple[str, str]]:
     at = next((i for i, each in enumerate(scopes) if _ITEM.fullmatch(each)), None)
     if at is None:
         return
-    for end in range(at + 1, min(len(scopes), at + 1 + _DEEPEST) + 1):
+    for end in range(at + 1, min(len(scopes), at + 1 + plan_names.DEEPEST) + 1):
         layer = re.sub(r"\d+(_\d+)?$", "*", scopes[at])
         names = [*scopes[:at], layer, *scopes[at + 1 : end]]
         path = module_path("/".join(["_original_module", *names]))

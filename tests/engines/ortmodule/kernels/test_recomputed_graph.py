@@ -19,7 +19,8 @@ from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of
-from ortlab.engines.ortmodule.kernels.recomputed_graph import Plans, UnknownPlan
+from ortlab.engines.ortmodule.kernels.recomputed_graph import Plans
+from ortlab.engines.plan_names import UnknownPlan
 from tests.support import tiny
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,235 @@
+"""Activations that engine ``ort`` computes again, by modules and under a budget."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ortlab
+from ortlab.engines import registry
+from ortlab.engines.base import wrapped_model
+from ortlab.engines.plan_names import UnknownPlan
+from ortlab.settings import EngineSettings
+from ortlab.utils.process_memory import memory
+
+LAYERS = 3
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Forget the sizes that other models of the same class were called with."""
+    torch._dynamo.reset()
+
+
+class Layer(nn.Module):
+    """Two products with dropout, a residual connection and a norm, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.dropout(functional.gelu(self.wide(x)), 0.1, self.training)
+        out: Tensor = self.norm(x + functional.dropout(self.narrow(hidden), 0.1, self.training))
+        return out
+
+
+class Stack(nn.Module):
+    """Layers, with weights that are larger than the activations of a small batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2000, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        scores: Tensor = self.head(x.mean(1))
+        return scores
+
+
+class Images(nn.Module):
+    """Convolutions whose batch norms change buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in "ab")
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means: Tensor = self.blocks(x).mean((2, 3))
+        return means
+
+
+def tokens(batch: int, length: int = 7) -> Tensor:
+    return torch.randint(2000, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def pair(model: nn.Module, **settings: Any) -> tuple[Any, nn.Module]:
+    return ortlab.wrap(model, engine="ort", self_check=False, **settings), copy.deepcopy(model)
+
+
+def step(model: nn.Module, *inputs: Tensor) -> float:
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(*inputs).sin().sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def assert_equal(model: Any, reference: nn.Module, *inputs: Tensor) -> None:
+    assert step(model, *inputs) == pytest.approx(step(reference, *inputs), rel=1e-5)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+    for (name, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def configure(model: Any, **settings: Any) -> None:
+    record: Any = wrapped_model(model)
+    record.configure(record.settings.replace(**settings))
+
+
+def stored(model: Any) -> int:
+    """Return the bytes that forward passes of the last call store for the backward pass."""
+    record: Any = wrapped_model(model)
+    return sum(graph.stored_bytes() for graph in record.last_graphs()["backward"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_budget": 0.6},
+        {"activation_budget": 0.3},
+        {"activation_budget": 0.05},
+        {"recompute": "layers"},
+        {"recompute": "layers.*.norm, layers.*.wide"},
+        {"recompute": "layers", "activation_budget": 0.3},
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_eager_torch_at_any_size(settings: dict[str, Any]) -> None:
+    model, reference = pair(Stack(), **settings)
+    for batch in (3, 5, 1, 4):
+        assert_equal(model, reference, tokens(batch))
+
+
+@pytest.mark.parametrize("settings", [{"recompute": "layers"}, {"activation_budget": 0.2}], ids=str)
+def test_buffers_change_once(settings: dict[str, Any]) -> None:
+    model, reference = pair(Images(), **settings)
+    for batch in (2, 3):
+        assert_equal(model, reference, torch.rand(batch, 4, 8, 8))
+
+
+def test_a_budget_is_kept_although_weights_are_larger() -> None:
+    model, _ = pair(Stack())
+    found = {}
+    for budget in (1.0, 0.7, 0.4):
+        configure(model, activation_budget=budget)
+        step(model, tokens(4))
+        found[budget] = stored(model)
+    assert 0.4 * found[1.0] < found[0.7] <= 0.75 * found[1.0]
+    assert 0.1 * found[1.0] < found[0.4] <= 0.5 * found[1.0]
+
+
+def test_of_layers_only_the_results_and_the_masks_are_stored() -> None:
+    model, _ = pair(Stack())
+    step(model, tokens(4))
+    whole = stored(model)
+    configure(model, recompute="layers")
+    step(model, tokens(4))
+    positions = 4 * 7
+    masks = positions * (4 * WIDTH + WIDTH)  # a byte each
+    results = 4 * positions * WIDTH
+    # A layer's last product is stored, too: it would be repeated for the norm's input alone.
+    assert LAYERS * masks < stored(model) < LAYERS * (masks + 2 * results) + 2 * results
+    assert stored(model) < 0.5 * whole
+
+
+def test_a_change_captures_nothing_and_spares_earlier_forward_passes() -> None:
+    model, reference = pair(Stack())
+    record: Any = wrapped_model(model)
+    step(model, tokens(4))
+    made = len(record._backend.graphs)
+    losses = []
+    for settings in ({}, {"activation_budget": 0.3}, {"recompute": "layers"}):
+        configure(model, **settings)
+        torch.manual_seed(5)
+        losses.append(model(tokens(4)).sin().sum())
+    assert len(record._backend.graphs) == made + 4
+    step(reference, tokens(4))
+    for loss in reversed(losses):
+        model.zero_grad()
+        loss.backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    configure(model, activation_budget=0.3, recompute="off")  # made already
+    assert_equal(model, reference, tokens(4))
+    assert len(record._backend.graphs) == made + 4
+    assert "captured" not in str(record._log.remarks())
+
+
+def test_changes_between_sizes() -> None:
+    model, reference = pair(Stack())
+    for batch, settings in (
+        (3, {}),
+        (5, {"activation_budget": 0.3}),
+        (6, {}),
+        (3, {"recompute": "layers", "activation_budget": 1.0}),
+        (7, {"recompute": "off"}),
+        (1, {"recompute": "layers"}),
+    ):
+        configure(model, **settings)
+        assert_equal(model, reference, tokens(batch))
+
+
+def test_the_report_says_what_is_stored() -> None:
+    model, _ = pair(Stack(), recompute="layers")
+    step(model, tokens(4))
+    record: Any = wrapped_model(model)
+    said = memory(stored(model))
+    assert f"recompute: {said} stored for the backward pass" in record.report().remarks
+
+
+class Split(nn.Module):
+    """Layers that torch captures one by one, after a graph break in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plans_without_effect_are_named() -> None:
+    model, reference = pair(Split(), recompute="layers")
+    x = torch.rand(2, 3, WIDTH)
+    assert_equal(model, reference, x)
+    record: Any = wrapped_model(model)
+    assert "recompute has no effect: a graph does not contain layers.*" in record.report().remarks
+
+
+def test_wrong_plans_and_budgets_are_refused() -> None:
+    with pytest.raises(UnknownPlan, match=r"recompute='layer\.\*': .* did you mean 'layers\.\*'"):
+        ortlab.wrap(Stack(), engine="ort", recompute="layer.*")
+    with pytest.raises(UnknownPlan, match="no list of layers"):
+        ortlab.wrap(nn.Linear(2, 2), engine="ort", recompute="layers")
+    with pytest.raises(ValueError, match="activation_budget"):
+        ortlab.wrap(Stack(), engine="ort", activation_budget=0)
+    said = registry.refusal(EngineSettings(engine="eager", activation_budget=0.5))
+    assert "is for engine 'ort'" in str(said)
