@@ -132,11 +132,17 @@ class ModelReports:
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"
     ) -> MemoryPlan:
         """See `ortlab.api.memory_plan`."""
-        from ortlab.graph.capture import capture  # heavy: torch
-        from ortlab.graph.memory import plan  # heavy: torch
+        # heavy: torch
+        from ortlab.graph import capture, captured
+        from ortlab.graph.memory import plan
 
         # Not `self.graphs`: its overlays hold the plan before this one, and so on without end.
-        found = plan(capture(model, batch), model, optimizer=optimizer)
+        record = wrapped_model(model)
+        if record is not None and record.engine == "ort":
+            graphs = captured.graphs_for_any_size(cast("OrtModel", record), batch)
+        else:
+            graphs = capture.capture(model, batch)
+        found = plan(graphs, model, optimizer=optimizer)
         self._measured.setdefault(model, {})["memory"] = found.overlay
         return found
 

@@ -102,6 +102,9 @@ class Stage:
         self.model = model
         self.ends: Sequence[int] | None = None
         """Index of the last node of the session that each node is part of, if there are several."""
+        self.planned: Mapping[str, tuple[int, tuple[int | str, ...]]] = {}
+        """Type and shape of each tensor whose shape ORT knows before it runs, if there are several
+        sessions."""
         self.torch_operators: frozenset[str] = frozenset()
         """Operators among the nodes that torch runs, between sessions."""
         self.graphs: Graphs | None = None

@@ -9,7 +9,7 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import onnx
@@ -17,8 +17,9 @@ import sympy
 import torch
 from onnx import helper
 from torch import fx, nn
+from torch.utils._pytree import tree_map_only
 
-from ortlab.engines.base import Batch
+from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ort.capture import Captured, CompiledGraph
 from ortlab.engines.ort.draws import Draw
@@ -76,6 +77,7 @@ class CapturedStage(Stage):
         parameter_gradients: Tensor of each parameter's gradient, by the parameter's name.
         ends: Index of the last node of the session that each node is part of; its own index if
             torch runs it.
+        planned: Type and shape of each tensor whose shape ORT knows before it runs.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class CapturedStage(Stage):
         parameters: Mapping[str, str],
         parameter_gradients: Mapping[str, str],
         ends: Sequence[int],
+        planned: Mapping[str, tuple[int, tuple[int | str, ...]]],
     ) -> None:
         super().__init__(name, model)
         self.nodes = tuple(nodes)
         self.ends = tuple(ends)
+        self.planned = planned
         self.torch_operators = frozenset(
             node.op for node in nodes if node.op.startswith(f"{_TORCH}.")
         )
@@ -134,6 +138,62 @@ def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
         takes = signature(record.module)
         raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
     return Graphs(name, stages, sizes=sizes, about=CAPTURED_STAGES)
+
+
+def graphs_for_any_size(record: OrtModel, batch: Batch | None = None) -> Graphs:
+    """Return the graphs of a training step in which the sizes of the batch may vary.
+
+    They are captured anew, since graphs hold for the sizes of the first call until there are
+    others. The model is not changed.
+
+    Args:
+        record: Record of a model on engine ``ort``.
+        batch: Batch to capture; None for one like that of the last capture.
+
+    Raises:
+        ValueError: If the model has not been called yet, or runs in eager torch.
+    """
+    name = type(record.module).__name__
+    if (reason := record.report().fallback_reason) is not None:
+        raise ValueError(f"{name} runs on engine 'eager' and has no graph: {reason}")
+    call = arguments(record.module, batch) if batch is not None else record.example()
+    if batch is None and record.last_graphs().get("forward"):
+        known = graphs(record)
+        if _holds_for_any_size(known, set(inspect.signature(record.module.forward).parameters)):
+            return known
+    if call is None:
+        takes = signature(record.module)
+        raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
+    args, kwargs = call
+    tell(f"capturing {name} for any size")
+    with torch.enable_grad():
+        # A size of 1 would be fixed: torch treats 0 and 1 as sizes of their own.
+        twin = record.for_any_size()
+        twin.capture(*tree_map_only(torch.Tensor, _twice, (args, kwargs)))
+    found = graphs(twin)
+    bound = inspect.signature(record.module.forward).bind(*args, **kwargs).arguments
+    shapes = {name: tuple(x.shape) for name, x in bound.items() if isinstance(x, torch.Tensor)}
+    for stage in found.stages.values():
+        found.sizes.update(stage.sizes(shapes))
+    return found
+
+
+def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
+    """Return True if the batch, and all sizes of integer inputs such as texts, may vary."""
+    stage = known.stages["forward"]
+    for value in stage.model.graph.input:
+        if value.name in names:
+            kind, sizes = stage.tensors[value.name]
+            of_text = kind in (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+            varying = sizes if of_text else sizes[:1]
+            if not all(isinstance(size, str) for size in varying):
+                return False
+    return True
+
+
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of two samples for one of one sample."""
+    return torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor
 
 
 _Like = tuple[torch.dtype, tuple[int, ...]]
@@ -191,6 +251,7 @@ class _Builder:
         self._root = module
         self._trained = {name for name, each in module.named_parameters() if each.requires_grad}
         self._ends: dict[int, int] = {}
+        self._planned: dict[str, tuple[int, tuple[int | str, ...]]] = {}
         self._protos: list[onnx.NodeProto] = []
         self._nodes: list[Node] = []
         self._constants: list[onnx.TensorProto] = []
@@ -234,6 +295,7 @@ class _Builder:
             self._parameters,
             self._gradients,
             [self._ends.get(i, i) for i in range(len(self._nodes))],
+            self._planned,
         )
 
     def add(self, graph: CompiledGraph) -> None:
@@ -432,6 +494,11 @@ class _Builder:
             for name in (*proto.input, *proto.output):
                 if name not in tensors:
                     tensors[name] = self._tensor(name, lowered.values.get(name))
+        for value in model.graph.value_info:
+            sizes = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            if value.name in tensors and all(sizes):
+                kind = value.type.tensor_type.elem_type
+                self._planned[tensors[value.name]] = kind, tuple(sizes)
         first, end = len(self._nodes), len(self._nodes) + len(model.graph.node) - 1
         self._ends |= dict.fromkeys(range(first, end + 1), end)
         for proto in model.graph.node:

@@ -220,7 +220,8 @@ class _Buffers:
         if node.op in _IN_PLACE and node.outputs[0] == name:
             buffer = self._root(node.inputs[0])
             reads = sum(self._root(each) == buffer for each in node.inputs)
-            if self._left.get(buffer) == reads and self._size(buffer) == self._size(name):
+            same = self._size(buffer) is not None and self._size(buffer) == self._size(name)
+            if same and self._left.get(buffer) == reads:
                 return buffer
         size = self._size(name)
         for buffer in self._free:
@@ -235,12 +236,12 @@ class _Buffers:
             if not self._left[buffer] and buffer not in self._free:
                 self._free.insert(0, buffer)
 
-    def _size(self, name: str) -> tuple[int, tuple[int | str, ...]] | None:
-        """Return the size of an element and the shape of a tensor."""
-        if name not in self._stage.tensors:
-            return None
-        kind, sizes = self._stage.tensors[name]
-        return int(onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize), sizes
+    def _size(self, name: str) -> tuple[int | str, ...] | None:
+        """Return the size of an element and the shape of a tensor; None if ORT does not know it."""
+        kind, sizes = self._stage.tensors.get(name, (0, ("",)))
+        if not all(isinstance(size, int) for size in sizes):
+            kind, sizes = self._stage.planned.get(name, (0, ()))
+        return (onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize, *sizes) if kind else None
 
 
 def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ortlab
+from ortlab.engines.base import wrapped_model
 from ortlab.engines.ortmodule import compat
 from ortlab.graph import timeline
 from ortlab.graph.capture import Stage
@@ -26,6 +27,10 @@ from ortlab.utils.process_memory import memory, parse_bytes
 from tests.bench import memory as bench
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+
+of_each_engine = pytest.mark.parametrize(
+    "engine", ["ort", pytest.param("ortmodule", marks=needs_ort)]
+)
 
 ROOT = "_original_module"
 
@@ -257,9 +262,9 @@ class _Net(nn.Module):
         return self.layers(x)
 
 
-@needs_ort
-def test_a_model_that_was_never_called() -> None:
-    model = ortlab.wrap(_Net())
+@of_each_engine
+def test_a_model_that_was_never_called(engine: str) -> None:
+    model = ortlab.wrap(_Net(), engine=engine)
     with pytest.raises(ValueError, match=r"give a batch for forward\(x\)"):
         ortlab.memory_plan(model)
     plan = ortlab.memory_plan(model, torch.randn(5, 6))
@@ -271,10 +276,12 @@ def test_a_model_that_was_never_called() -> None:
     assert plan.at(batch=50).peak_bytes() == plan.peak_bytes(batch=50)
 
 
-@needs_ort
-def test_a_plan_does_not_keep_the_one_before() -> None:
-    model = ortlab.wrap(_Net())
-    first = weakref.ref(ortlab.memory_plan(model, torch.randn(5, 6)))
+@of_each_engine
+def test_a_plan_does_not_keep_the_one_before(engine: str) -> None:
+    model = ortlab.wrap(_Net(), engine=engine)
+    for rows in (4, 5):
+        model(torch.randn(rows, 6)).sum().backward()
+    first = weakref.ref(ortlab.memory_plan(model))
     ortlab.graphs(model)
     second = ortlab.memory_plan(model)
     gc.collect()
@@ -283,13 +290,13 @@ def test_a_plan_does_not_keep_the_one_before() -> None:
     assert shown.values == second.overlay(second.stage).values
 
 
-@needs_ort
-def test_a_decoder_has_two_lengths() -> None:
+@of_each_engine
+def test_a_decoder_has_two_lengths(engine: str) -> None:
     config = T5Config(
         vocab_size=50, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2,
         decoder_start_token_id=0,
     )  # fmt: skip
-    model = ortlab.wrap(T5ForConditionalGeneration(config), cache=False)
+    model = ortlab.wrap(T5ForConditionalGeneration(config), engine=engine, cache=False)
     batch = {
         "input_ids": torch.ones(2, 7, dtype=torch.long),
         "attention_mask": torch.ones(2, 7, dtype=torch.long),
@@ -301,12 +308,29 @@ def test_a_decoder_has_two_lengths() -> None:
     assert plan.peak_bytes(source=700) > plan.peak_bytes()
 
 
-@needs_ort
-def test_a_step_takes_what_was_predicted() -> None:
+@of_each_engine
+def test_a_step_takes_what_was_predicted(engine: str) -> None:
     """The prediction agrees with a step measured in its own process."""
-    predicted, measured = bench.predicted_and_measured(bench.CASES[0])
+    predicted, measured = bench.predicted_and_measured(bench.CASES[1], engine)
     assert measured > 200e6
     assert predicted == pytest.approx(measured, rel=bench.BAR)
+
+
+def test_a_batch_of_one_predicts_others() -> None:
+    model = ortlab.wrap(_Net(), engine="ort", self_check=False)
+    plan = ortlab.memory_plan(model, torch.randn(1, 6))
+    assert plan.dims == {"batch": 1}
+    assert plan.peak_bytes(batch=50) == ortlab.memory_plan(model, torch.randn(50, 6)).peak_bytes()
+
+
+def test_graphs_for_any_size_are_not_captured_again() -> None:
+    model = ortlab.wrap(_Net(), engine="ort", self_check=False)
+    for rows in (3, 5):
+        model(torch.randn(rows, 6)).sum().backward()
+    record: Any = wrapped_model(model)
+    plan = ortlab.memory_plan(model)
+    assert plan.dims == {"batch": 5}
+    assert record._for_any_size is None
 
 
 @pytest.mark.nightly

@@ -52,6 +52,7 @@ PLAIN = (
     "engines/test_auto_engine.py",
     "engines/test_contract.py",
     "graph/test_captured.py",
+    "graph/test_memory.py",
     "graph/test_profile_captured.py",
     "notebook/test_kernel.py",
     "test_cli.py",

@@ -121,8 +121,19 @@ class OrtModel:
 
     engine = "ort"
 
-    def __init__(self, module: nn.Module, settings: EngineSettings) -> None:
+    def __init__(
+        self, module: nn.Module, settings: EngineSettings, *, any_size: bool = False
+    ) -> None:
+        """Prepare the model to run; nothing is captured yet.
+
+        Args:
+            module: The user's module.
+            settings: Settings of the engine.
+            any_size: True if sizes of inputs may vary from the first call on, not from the second.
+        """
         self.module = module
+        self._dynamic = True if any_size else None
+        self._for_any_size: OrtModel | None = None
         self._lock = threading.RLock()  # a check must not meet another thread's call
         self._forward = module.forward
         # Torch's cache of compiled code keeps the backend, which must not keep the model.
@@ -148,7 +159,7 @@ class OrtModel:
             # Each model has a limit of its own, not one for all models of its class.
             options["isolate_recompiles"] = True
         compiled: Callable[..., Any] = torch.compile(
-            self._forward, backend=self._backend, **options
+            self._forward, backend=self._backend, dynamic=self._dynamic, **options
         )
         return compiled
 
@@ -357,6 +368,13 @@ class OrtModel:
         """
         with self._lock:
             self._observed(self._run, args, kwargs)
+
+    def for_any_size(self) -> OrtModel:
+        """Return another record of the module, with the same settings and graphs for any size."""
+        if self._for_any_size is None:
+            self._for_any_size = OrtModel(self.module, self.settings, any_size=True)
+        self._for_any_size.configure(self.settings.replace(self_check=False, save_onnx=None))
+        return self._for_any_size
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -743,7 +743,10 @@ class _Divider:
         self._root.add_module(name, segment)
         call = self._outer.call_module(name, tuple(arguments))
         for i, node in enumerate(wanted):
-            taken = self._outer.call_function(operator.getitem, (call, i))
+            # By its name in the forward graph a backward graph finds what it is given.
+            taken = self._outer.create_node(
+                "call_function", operator.getitem, (call, i), name=node.name
+            )
             taken.meta = dict(node.meta)
             self._made[node] = taken
 
