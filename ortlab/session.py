@@ -193,12 +193,12 @@ class ModelReports:
         choose = functools.partial(self._choose_recompute, model)
         return RecomputePlans(model, batch, optimizer=optimizer, choose=choose, settings=settings)
 
-    def _choose_recompute(self, model: nn.Module, plan: str) -> None:
+    def _choose_recompute(self, model: nn.Module, changes: Mapping[str, Any]) -> None:
         run = self._registry.training(model)
         if run is not None:
-            run.apply(recompute=plan)
+            run.apply(**changes)
         else:
-            self._wrapped.configure(model, {"recompute": plan})
+            self._wrapped.configure(model, changes)
 
 
 class Session:

@@ -15,7 +15,7 @@ from typing import Final
 import onnx
 from torch import nn
 
-from ortlab.engines.base import Batch, wrapped_model
+from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ortmodule import fused_engine
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
@@ -551,12 +551,6 @@ def execution_behind(model: nn.Module) -> GraphDispatcher:
         ValueError: If the model is not wrapped in engine "ortmodule".
     """
     if not is_wrapped(model):
-        record = wrapped_model(model)
-        if record is not None and record.engine == "ort":
-            raise ValueError(
-                f"this {type(model).__name__} is on engine 'ort', of which ortlab shows the graphs "
-                "and the time only; memory and recompute need engine='ortmodule'"
-            )
         missing = refusal(EngineSettings(engine="ortmodule"))
         raise ValueError(
             f"this {type(model).__name__} has no ORT graphs; "

@@ -214,6 +214,19 @@ def executed(module: nn.Module, graphs: Sequence[CompiledGraph]) -> dict[Origin,
     return _Builder.of(module, "execution", graphs, backward).origins
 
 
+def execution(
+    module: nn.Module, forward: Sequence[CompiledGraph], backward: Sequence[CompiledGraph]
+) -> Stage:
+    """Return the stage ``execution`` of a training step.
+
+    Args:
+        module: Module that the graphs are of.
+        forward: Graphs of the forward pass.
+        backward: Graphs of the backward pass, in the order in which they run.
+    """
+    return _Builder.of(module, "execution", [*forward, *backward], backward).stage()
+
+
 class _Builder:
     """A stage under construction.
 
@@ -260,7 +273,8 @@ class _Builder:
         self._outputs: dict[str, None] = {}
         self._parameters: dict[str, str] = {}
         self._gradients: dict[str, str] = {}
-        self._symbols: dict[int, dict[sympy.Symbol, sympy.Symbol]] = defaultdict(dict)
+        self._symbols: dict[int, dict[sympy.Symbol, sympy.Expr]] = defaultdict(dict)
+        self._expressions: dict[str, sympy.Expr] = {}
         self.sizes: dict[str, int] = {}
         self._taken: set[str] = set()
         self._phase = "forward"
@@ -318,6 +332,7 @@ class _Builder:
         else:
             inputs = zip(placeholders, parameters, graph.captured.inputs, strict=True)
             given = [self._input(i, *each) for i, each in enumerate(inputs)]
+            self._fix_sizes(graph)
             found = self._walked(module, given)
             end = len(found) - self._saved.get(graph.captured, 0)
             (output,) = module.graph.find_nodes(op="output")
@@ -366,9 +381,9 @@ class _Builder:
         sizes = [] if found is None else self._infos[found].type.tensor_type.shape.dim
         for size, dim in zip(node.meta["val"].shape, sizes, strict=False):
             size = size_of(size)
-            if isinstance(size, sympy.Symbol) and dim.dim_param.isidentifier():
-                named = sympy.Symbol(dim.dim_param, integer=True)
-                self._symbols[self._capture].setdefault(size, named)
+            if isinstance(size, sympy.Symbol):
+                same = self._expressions.get(dim.dim_param, dim.dim_value)
+                self._symbols[self._capture].setdefault(size, sympy.sympify(same))
         return found
 
     def _argument(self, name: str) -> str:
@@ -396,12 +411,22 @@ class _Builder:
             self._inputs[made] = None
         return made
 
+    def _fix_sizes(self, graph: CompiledGraph) -> None:
+        """Give sizes that no input has, such as numbers among the arguments, their last values."""
+        for node in graph.division.module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                last = graph.sizes.get(node.name)
+                if last is not None and isinstance(value.node.expr, sympy.Symbol):
+                    fixed = sympy.Integer(last)
+                    self._symbols[self._capture].setdefault(value.node.expr, fixed)
+
     def _tell_sizes(self, graph: CompiledGraph) -> None:
         for node in graph.division.module.graph.nodes:
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.SymInt):
                 symbol = self._symbols[self._capture].get(value.node.expr)
-                if symbol is not None and node.name in graph.sizes:
+                if isinstance(symbol, sympy.Symbol) and node.name in graph.sizes:
                     self.sizes[str(symbol)] = graph.sizes[node.name]
 
     # Graphs
@@ -568,7 +593,12 @@ class _Builder:
 
     def _size(self, size: Any) -> int | str:
         size = size_of(size)
-        return size if isinstance(size, int) else str(size.xreplace(self._symbols[self._capture]))
+        if not isinstance(size, int):
+            size = size.xreplace(self._symbols[self._capture])
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        self._expressions[str(size)] = size
+        return str(size)
 
     def _node_name(self, made: fx.Node | None, name: str) -> str:
         scope = "" if made is None else self._call(made)

@@ -1,33 +1,38 @@
 """Memory that each recompute plan saves and time that it costs, estimated before it runs.
 
 A plan names modules whose activations are recomputed in the backward pass, see
-`ortlab.engines.ortmodule.kernels.recomputed_graph`. The memory is computed from the graph that the
-plan produces, as in `memory`. The time is the time of the kernels that run twice, from a profile of
-the model's own steps.
+`ortlab.engines.ortmodule.kernels.recomputed_graph` and `ortlab.engines.ort.recompute`; on engine
+``ort`` it can also be a budget. The memory is computed from the graph that the plan produces, as in
+`memory`. The time is the time of the kernels that run twice, from a profile of the model's own
+steps.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import nn
 
-from ortlab.engines.base import Batch
+from ortlab.engines.base import Batch, wrapped_model
 from ortlab.engines.ortmodule import options
 from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX, Plans
-from ortlab.engines.plan_names import LAYERS, OFF, split
+from ortlab.engines.plan_names import LAYERS, OFF, split, whole_layers
 from ortlab.graph import profiler
-from ortlab.graph.capture import capture, execution_behind
+from ortlab.graph.capture import Stage, capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, plan, plan_of
+from ortlab.graph.planned_capture import PlannedCapture, PlannedGraph
 from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.utils.process_memory import memory, parse_bytes
 from ortlab.utils.tables import Column, Table
 
-_YIELD: Final = "com.microsoft.YieldOp"
+if TYPE_CHECKING:
+    from ortlab.engines.ort.model import OrtModel
+
 _STEPS: Final = 3
 _MOST_CHOICES: Final = 64
 """Maximum number of combinations of plans that `RecomputePlans.least_time` considers."""
@@ -52,6 +57,74 @@ class Saving:
     cost_s: float | None
 
 
+class _PlannedExport:
+    """Graphs of engine ``ortmodule`` under its plans; see `PlannedGraph`.
+
+    Args:
+        model: Model wrapped in that engine.
+        batch: Batch whose graph is used. If None, the graph used last.
+        settings: If given, use the graph that was made for these settings.
+
+    Raises:
+        ValueError: If there is no executed graph of a training step, or ORT's own recompute plans
+            are active.
+    """
+
+    combines = True
+    told = "gradients are bit-identical with and without recompute"
+
+    def __init__(
+        self, model: nn.Module, batch: Batch | None, settings: EngineSettings | None
+    ) -> None:
+        graphs = capture(model, batch, settings)
+        self._execution = execution_behind(model)
+        exports = [each for each in self._execution.exports(settings) if each.gradient]
+        if not exports or "execution" not in graphs.stages:
+            raise ValueError(
+                f"{graphs.model} has no executed graph of a training step; train a step, or give "
+                "a batch, on a CPU and without save_onnx"
+            )
+        if exports[-1].manager._runtime_options.memory_optimizer_is_enabled():
+            raise ValueError(
+                f"{graphs.model} uses ORT's own plans for recompute, which are already part of its "
+                "graph; wrap it without them"
+            )
+        self.module = self._execution.module
+        self.sizes = dict(graphs.sizes)
+        self._stage = graphs.stages["execution"]
+        self._plans = Plans(exports[-1].graph_to_run())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `PlannedGraph.names`."""
+        return tuple(self._plans.parts)
+
+    @property
+    def chosen(self) -> str:
+        """See `PlannedGraph.chosen`."""
+        return self._execution.settings.recompute
+
+    def check(self, plans: Sequence[str]) -> tuple[str, ...]:
+        """See `PlannedGraph.check`."""
+        return self._plans.check(plans)
+
+    def count(self, plan: str) -> int:
+        """See `PlannedGraph.count`."""
+        return len(self._plans.parts[plan].occurrences)
+
+    def stage(self, plans: Sequence[str]) -> Stage:
+        """See `PlannedGraph.stage`."""
+        return self._stage.of(self._plans.applied(plans))
+
+    def settings(self, plans: Sequence[str]) -> Mapping[str, Any]:
+        """See `PlannedGraph.settings`."""
+        return {"recompute": ",".join(plans) or OFF}
+
+    def operator_of(self, name: str) -> str:
+        """See `PlannedGraph.operator_of`."""
+        return name
+
+
 class RecomputePlans:
     """Recompute plans of a wrapped model, shown as a table.
 
@@ -59,10 +132,10 @@ class RecomputePlans:
     separated by commas. ``plans.least_time("2GiB", batch=32)`` returns the cheapest plan that fits.
 
     Args:
-        model: Model wrapped in engine "ortmodule".
+        model: Model wrapped in engine "ortmodule" or "ort".
         batch: Batch whose graph is used. If None, the graph used last.
         optimizer: Optimizer whose state is counted.
-        choose: Called with a plan to activate it.
+        choose: Called with values of settings that activate a plan.
         settings: If given, use the graph that was made for these settings.
 
     Raises:
@@ -76,29 +149,19 @@ class RecomputePlans:
         batch: Batch | None,
         *,
         optimizer: str,
-        choose: Callable[[str], None],
+        choose: Callable[[Mapping[str, Any]], None],
         settings: EngineSettings | None = None,
     ) -> None:
-        graphs = capture(model, batch, settings)
-        execution = execution_behind(model)
-        exports = [each for each in execution.exports(settings) if each.gradient]
-        if not exports or "execution" not in graphs.stages:
-            raise ValueError(
-                f"{graphs.model} has no executed graph of a training step; train a step, or give "
-                "a batch, on a CPU and without save_onnx"
-            )
-        if exports[-1].manager._runtime_options.memory_optimizer_is_enabled():
-            raise ValueError(
-                f"{graphs.model} uses ORT's own plans for recompute, which are already part of its "
-                "graph; wrap it without them"
-            )
-        self._model, self._original = model, execution.module
+        self._model = model
         self._batch = batch
         self._choose = choose
         self._optimizer = optimizer
-        self._stage = graphs.stages["execution"]
-        self._sizes = dict(graphs.sizes)
-        self._graph = Plans(exports[-1].graph_to_run())
+        record = wrapped_model(model)
+        self._graph: PlannedGraph
+        if record is not None and record.engine == "ort":
+            self._graph = PlannedCapture(cast("OrtModel", record), batch)
+        else:
+            self._graph = _PlannedExport(model, batch, settings)
         self._given: dict[str, int] = {}
         self._known: dict[tuple[str, ...], MemoryPlan] = {}
         self._kernels_us: Mapping[str, float] | None = None
@@ -107,12 +170,12 @@ class RecomputePlans:
     @property
     def names(self) -> tuple[str, ...]:
         """Available plans, outer modules before inner ones."""
-        return tuple(self._graph.parts)
+        return self._graph.names
 
     @property
     def layers(self) -> tuple[str, ...]:
         """Plans of whole layers, one for each list of layers."""
-        return self._graph.layers
+        return whole_layers(self._graph.names)
 
     def parts(self, plan: str) -> tuple[str, ...]:
         """Return the plans that `plan` combines or stands for.
@@ -127,8 +190,8 @@ class RecomputePlans:
 
     @property
     def chosen(self) -> str:
-        """Active plan, as in the setting `recompute`."""
-        return execution_behind(self._model).settings.recompute
+        """Active plan."""
+        return self._graph.chosen
 
     @property
     def dims(self) -> dict[str, int | None]:
@@ -162,7 +225,7 @@ class RecomputePlans:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
         self._graph.check(split(plan))
-        self._choose(plan)
+        self._choose(self._graph.settings(split(plan)))
 
     def memory(self, plan: str) -> MemoryPlan:
         """Return the memory plan of a step under `plan`, without running it.
@@ -174,8 +237,9 @@ class RecomputePlans:
 
     def _memory(self, plans: tuple[str, ...]) -> MemoryPlan:
         if plans not in self._known:
-            stage = self._stage.of(self._graph.applied(plans))
-            self._known[plans] = plan_of(stage, self._sizes, self._original, self._optimizer)
+            graph = self._graph
+            stage = graph.stage(plans)
+            self._known[plans] = plan_of(stage, graph.sizes, graph.module, self._optimizer)
         return self._known[plans].at(**self._given)
 
     def savings(self, plan: str) -> Saving:
@@ -191,7 +255,7 @@ class RecomputePlans:
         before, after = self._memory(()), self._memory(plans)
         return Saving(
             plan,
-            sum(len(self._graph.parts[each].occurrences) for each in plans),
+            sum(map(self._graph.count, plans)),
             _after_forward(before) - _after_forward(after),
             before.peak_bytes() - after.peak_bytes(),
             self._cost_s(plans),
@@ -221,9 +285,12 @@ class RecomputePlans:
     def _cost_s(self, plans: Sequence[str]) -> float | None:
         if self._kernels_us is None:
             return None
+        times: defaultdict[str, float] = defaultdict(float)
+        for name, us in self._kernels_us.items():
+            times[self._graph.operator_of(name)] += us
         nodes = self._memory(tuple(plans)).stage.nodes
         again = (node.name.removesuffix(SUFFIX) for node in nodes if node.name.endswith(SUFFIX))
-        return sum(self._kernels_us.get(name, 0.0) for name in again) / 1e6
+        return sum(times[name] for name in {self._graph.operator_of(name) for name in again}) / 1e6
 
     def least_time(self, budget: int | str, **sizes: int) -> str:
         """Return the plan that costs the least time and fits into `budget`.
@@ -259,7 +326,9 @@ class RecomputePlans:
     def _choices(self) -> list[tuple[str, ...]]:
         """Return combinations of plans, none within another, including all whole layers."""
         singles = [(plan,) for plan in self.names]
-        found: list[tuple[str, ...]] = [(), self._graph.layers, *singles]
+        found: list[tuple[str, ...]] = [(), self.layers, *singles]
+        if not self._graph.combines:
+            return list(dict.fromkeys(found))
         for count in range(2, len(self.names) + 1):
             for plans in itertools.combinations(self.names, count):
                 if len(found) >= _MOST_CHOICES:
@@ -281,14 +350,14 @@ class RecomputePlans:
         """
         here = self.at(**sizes) if sizes else self
         plans = list(self.names)
-        if len(self._graph.layers) > 1:
+        if len(self.layers) > 1:
             plans.insert(0, LAYERS)
         rows = [here.savings(plan) for plan in plans]
         chosen = (*split(self.chosen), *self.parts(self.chosen))
         columns: list[Column[Saving]] = [
             Column("", lambda row: "x" if row.plan in chosen else ""),
             Column("recompute", lambda row: row.plan),
-            Column("modules", lambda row: str(row.occurrences), number=True),
+            Column("modules", lambda row: str(row.occurrences or ""), number=True),
             Column("saved after forward", lambda row: memory(row.after_forward_bytes), number=True),
             Column("saved at the peak", lambda row: signed(row.peak_bytes), number=True),
             Column("cost per step", self.told_cost, number=True),
@@ -321,7 +390,7 @@ class RecomputePlans:
             f"without recompute, for {at}: {memory(before.peak_bytes())} at the peak, "
             f"{memory(_after_forward(before))} of activations after forward"
         )
-        yield f"active: {self.chosen}; gradients are bit-identical with and without recompute"
+        yield f"active: {self.chosen}; {self._graph.told}"
         if self._step_s is None:
             yield "cost not measured yet: call .measure() or run %ort recompute MODEL --measure"
         else:
@@ -337,8 +406,8 @@ class RecomputePlans:
 def _after_forward(plan: MemoryPlan) -> int:
     """Return the bytes in memory when backward begins, minus those of an idle model."""
     nodes = plan.stage.nodes
-    at = next(i for i, node in enumerate(nodes) if node.op == _YIELD)
-    return int(plan.curve()[at]) - plan.idle_bytes()
+    backward = next(i for i, node in enumerate(nodes) if node.phase == "backward")
+    return int(plan.curve()[backward - 1]) - plan.idle_bytes()
 
 
 def _within(inner: str, outer: str) -> bool:
@@ -355,7 +424,7 @@ def signed(size_bytes: int) -> str:
 
 
 def plan_for(
-    model: nn.Module, settings: FinetuneSettings, *, choose: Callable[[str], None]
+    model: nn.Module, settings: FinetuneSettings, *, choose: Callable[[Mapping[str, Any]], None]
 ) -> tuple[MemoryPlan, EngineSettings]:
     """Return the memory plan of the wrapped `model`, and the settings of its graph.
 
@@ -365,7 +434,7 @@ def plan_for(
     Args:
         model: Model wrapped in engine "ortmodule".
         settings: Settings of the run.
-        choose: Called with a recompute plan to activate it.
+        choose: Called with values of settings that activate a recompute plan.
 
     Raises:
         ValueError: If ORT has built no graph yet, or cannot recompute those activations.

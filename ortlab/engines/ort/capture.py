@@ -210,6 +210,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
     self_check: bool = False
     recompute: Recompute = NOTHING
     unmet: str = ""
+    _steps: dict[Captured, _Step] = field(default_factory=dict)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
@@ -220,7 +221,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         tensors = (weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs)
         captured = Captured(tuple(placeholders), tuple(tensors))
-        step = _Step(self, captured)
+        self._steps[captured] = step = _Step(self, captured)
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
@@ -254,6 +255,32 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         self.save(len(self.graphs) - 1)
         return made
 
+    def planned(
+        self, forward: CompiledGraph, recompute: Recompute
+    ) -> tuple[CompiledGraph, CompiledGraph]:
+        """Return forward and backward graph in place of those that a forward graph belongs to.
+
+        Args:
+            forward: Forward graph of a training step.
+            recompute: What the backward pass is to compute again.
+
+        Raises:
+            ValueError: If torch would have to capture the graph again.
+        """
+        pair = self._steps[forward.captured].pair(recompute)
+        if pair is None or pair.backward is None:
+            raise ValueError("this graph cannot be planned: torch has to capture it again")
+        return pair.forward, pair.backward
+
+    def calls_of(self, forward: CompiledGraph, plan: str) -> int:
+        """Return the number of calls of the modules that a plan names in a forward graph.
+
+        Args:
+            forward: Forward graph of a training step.
+            plan: Plan, see `plan_names`.
+        """
+        return self._steps[forward.captured].calls_of(plan)
+
     def save(self, number: int) -> None:
         """Write the ONNX models of a graph to ``<save_onnx>_<graph>_<phase>_<segment>.onnx``.
 
@@ -282,16 +309,20 @@ class _Pair:
     Attributes:
         forward: The forward graph.
         saved: Number of tensors that it saves.
+        numbers: Number of sizes that it saves.
         dynamic: Dimensions of those tensors whose sizes are not fixed, by their numbers.
         backward: The backward graph; None until torch compiles it.
         empty: Number of empty tensors that are saved in addition, see `_Step`.
+        moved: True if its sizes are saved in a tensor.
     """
 
     forward: CompiledGraph
     saved: int
+    numbers: int
     dynamic: dict[int, set[int]]
     backward: CompiledGraph | None = None
     empty: int = 0
+    moved: bool = False
 
 
 class _Step:
@@ -300,7 +331,8 @@ class _Step:
     AOTAutograd calls what was compiled at first. That calls the graphs in use now, which others
     made of the same joint graph can replace: AOTAutograd passes on any number of saved tensors. By
     their number a backward pass finds the graph that its forward pass belongs to; empty tensors
-    make the numbers differ.
+    make the numbers differ. Of saved sizes it passes on as many as at first: those of other graphs
+    are in one more tensor.
     """
 
     def __init__(self, backend: Backend, captured: Captured) -> None:
@@ -337,8 +369,7 @@ class _Step:
         self._metadata = None if context is None else context.fw_metadata
         saved = _results_of(module)[self._results :]
         self._numbers = sum(map(is_number, saved))
-        kept = saved[: len(saved) - self._numbers]
-        self._exchangeable = self._metadata is not None and all(map(_is_plain, kept))
+        self._exchangeable = self._metadata is not None and all(map(_is_plain, saved))
         self._pairs[self._recompute] = self._pair(module, self._recompute)
         return _boxed(self._run_forward)
 
@@ -349,43 +380,55 @@ class _Step:
         self._add_backward(pair, module, self._recompute)
         return _boxed(self._run_backward)
 
+    def pair(self, recompute: Recompute) -> _Pair | None:
+        """Return the graphs that belong to `recompute`, made where there are none yet.
+
+        Args:
+            recompute: What the backward pass is to compute again.
+
+        Returns:
+            The graphs; None if autograd cannot keep what they save.
+        """
+        if recompute not in self._pairs and (made := self._made(recompute)):
+            self._pairs[recompute] = made
+        return self._pairs.get(recompute)
+
+    def calls_of(self, plan: str) -> int:
+        """Return the number of calls of the modules that a plan names."""
+        return 0 if self._joint is None else self._joint.calls_of([plan])
+
     def _exchange(self, recompute: Recompute) -> None:
-        """Use the graphs that belong to `recompute`, which are made where there are none yet."""
-        if recompute not in self._pairs:
-            pair = self._made(recompute)
-            if pair is None:
-                self._backend.unmet = (
-                    "a graph that was captured before this change stays as it is; wrap the model "
-                    "again"
-                )
-                return
-            self._pairs[recompute] = pair
+        """Use the graphs that belong to `recompute`."""
+        if self.pair(recompute) is None:
+            self._backend.unmet = (
+                "a graph that was captured before this change stays as it is; wrap the model again"
+            )
+            return
         self._recompute = recompute
         dynamic = getattr(self._metadata, "dynamic_saved_tensors_idxs", {})
         dynamic.clear()
         dynamic.update(self._pairs[recompute].dynamic)
 
     def _made(self, recompute: Recompute) -> _Pair | None:
-        """Return new graphs; None if autograd cannot keep what they save."""
         if self._joint is None or not self._exchangeable or not self._by_inputs:
             return None
         forward, backward = self._partitioned(self._joint, recompute)
-        saved = _results_of(forward)[self._results :]
-        kept = saved[: len(saved) - self._numbers]
-        if sum(map(is_number, saved)) != self._numbers or not all(map(_is_plain, kept)):
+        if not all(map(_is_plain, _results_of(forward)[self._results :])):
             return None
         pair = self._pair(forward, recompute)
+        pair.moved = True
         self._add_backward(pair, backward, recompute)
         return pair
 
     def _partitioned(self, joint: JointGraph, recompute: Recompute) -> Any:
-        if recompute.plans and not joint.contains(recompute.plans):
+        if recompute.plans and not joint.calls_of(recompute.plans):
             self._backend.unmet = f"a graph does not contain {', '.join(recompute.plans)}"
         return joint.partitioned(recompute)
 
     def _pair(self, module: fx.GraphModule, recompute: Recompute) -> _Pair:
-        results = _results_of(module)
-        saved = results[self._results : len(results) - self._numbers]
+        kept = _results_of(module)[self._results :]
+        numbers = sum(map(is_number, kept))
+        saved = kept[: len(kept) - numbers]
         dynamic = {
             i: {dim for dim, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)}
             for i, node in enumerate(saved)
@@ -394,11 +437,14 @@ class _Step:
         return _Pair(
             self._compiled("forward", module, recompute),
             len(saved),
+            numbers,
             {i: dims for i, dims in dynamic.items() if dims},
         )
 
     def _add_backward(self, pair: _Pair, module: fx.GraphModule, recompute: Recompute) -> None:
         inputs = len(module.graph.find_nodes(op="placeholder"))
+        if pair.moved:
+            inputs += self._numbers - pair.numbers + 1
         pair.backward = self._compiled("backward", module, recompute)
         while inputs + pair.empty in self._by_inputs:
             pair.empty += 1
@@ -415,18 +461,22 @@ class _Step:
         pair = self._pairs[self._recompute]
         pair.forward.last_call = self._backend.call
         results = pair.forward(arguments)
-        if not pair.empty:
+        if not pair.moved:
             return results
-        end = len(results) - self._numbers
-        empty = [torch.empty(0) for _ in range(pair.empty)]
-        return [*results[:end], *empty, *results[end:]]
+        end = len(results) - pair.numbers
+        added = [torch.tensor(results[end:], dtype=torch.int64)]
+        added += [torch.empty(0) for _ in range(pair.empty)]
+        return [*results[:end], *added, *[0] * self._numbers]
 
     def _run_backward(self, arguments: list[Any]) -> Any:
         pair = self._by_inputs[len(arguments)]
         assert pair.backward is not None
         pair.backward.last_call = self._backend.call
-        end = self._numbers + pair.saved
-        del arguments[end : end + pair.empty]
+        if pair.moved:
+            end = self._numbers + pair.saved
+            numbers = arguments[end].tolist()
+            del arguments[end : end + 1 + pair.empty]
+            arguments[: self._numbers] = numbers
         return pair.backward(arguments)
 
 
@@ -446,10 +496,10 @@ def _results_of(module: fx.GraphModule) -> list[Any]:
 
 
 def _is_plain(node: Any) -> bool:
-    """Return True for a saved tensor that autograd keeps as any other."""
-    return isinstance(node.meta.get("val"), torch.Tensor) and not node.meta.get(
-        "saved_tensor_with_no_vc_check"
-    )
+    """Return True for a size, or a saved tensor that autograd keeps as any other."""
+    return isinstance(
+        node.meta.get("val"), torch.Tensor | torch.SymInt | int
+    ) and not node.meta.get("saved_tensor_with_no_vc_check")
 
 
 def _replace_functions(module: fx.GraphModule) -> None:

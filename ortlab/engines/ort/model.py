@@ -376,6 +376,33 @@ class OrtModel:
         self._for_any_size.configure(self.settings.replace(self_check=False, save_onnx=None))
         return self._for_any_size
 
+    def with_graphs_for_any_size(self) -> OrtModel:
+        """Return the record whose graphs hold for any size: this one, or `for_any_size`."""
+        return self._for_any_size or self
+
+    def planned(self, recompute: Recompute) -> tuple[list[CompiledGraph], list[CompiledGraph]]:
+        """Return forward and backward graphs of the last call under a plan, without running them.
+
+        Args:
+            recompute: What the backward pass is to compute again.
+
+        Raises:
+            ValueError: If torch would have to capture a graph again.
+        """
+        with self._lock:
+            forward = self.last_graphs().get("forward", [])
+            pairs = [self._backend.planned(graph, recompute) for graph in forward]
+        return [one for one, _ in pairs], [other for _, other in reversed(pairs)]
+
+    def calls_of(self, plan: str) -> int:
+        """Return the number of calls of the modules that a plan names, in the last call.
+
+        Args:
+            plan: Plan, see `plan_names`.
+        """
+        forward = self.last_graphs().get("forward", [])
+        return sum(self._backend.calls_of(graph, plan) for graph in forward)
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Let calls of other threads wait, and keep the times of calls within out of the report."""

@@ -85,13 +85,13 @@ class JointGraph:
         self._options = dict(options)
         self._results: int = options["num_fwd_outputs"]
 
-    def contains(self, plans: Sequence[str]) -> bool:
-        """Return True if modules that plans name are called in the graph.
+    def calls_of(self, plans: Sequence[str]) -> int:
+        """Return the number of calls of the modules that plans name.
 
         Args:
             plans: Plans, see `plan_names`.
         """
-        return bool(_Tags(self._module.graph, self._results).calls(plans))
+        return len(_Tags(self._module.graph, self._results).calls(plans))
 
     def partitioned(self, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return forward and backward graph.

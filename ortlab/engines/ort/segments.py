@@ -144,7 +144,8 @@ _OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
 
 _PARTS: Final = 8
-_SMALL_PART: Final = 16 << 20  # bytes; a session takes some 0.1 ms
+_SMALL_PART: Final = 16 << 20
+"""Bytes that a session may keep; it takes some 0.1 ms."""
 
 
 @dataclass
@@ -605,7 +606,10 @@ class _Divider:
         released: dict[fx.Node, int] = defaultdict(int)
         for each, node in last_reader.items():
             released[node] += _bytes(each)
-        most = max(_SMALL_PART, sum(released.values()) // _PARTS)
+        again = sum(_bytes(each) for each in last_reader if each.op != "placeholder")
+        most = sum(released.values()) // _PARTS
+        if 2 * again <= sum(released.values()):  # else memory counts more than time
+            most = max(_SMALL_PART, most)
         parts: dict[int, int] = defaultdict(int)
         sizes: dict[int, int] = defaultdict(int)
         found: dict[fx.Node, tuple[int, int]] = {}

@@ -16,9 +16,11 @@ from ortlab.engines.base import wrapped_model
 from ortlab.engines.plan_names import UnknownPlan
 from ortlab.settings import EngineSettings
 from ortlab.utils.process_memory import memory
+from tests.support.called_models import bert
 
 LAYERS = 3
 WIDTH = 16
+LITTLE = {"activation_budget": 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +201,31 @@ def test_the_report_says_what_is_stored() -> None:
     record: Any = wrapped_model(model)
     said = memory(stored(model))
     assert f"recompute: {said} stored for the backward pass" in record.report().remarks
+
+
+def test_a_transformer_at_several_sizes() -> None:
+    """The numbers of saved sizes differ between the graphs of its plans."""
+    made, batch = bert()
+    model, reference = pair(made)
+    losses = []
+    for each in (model, reference):
+        for rows, settings in (
+            (4, {}),
+            (3, {}),
+            (2, LITTLE),
+            (4, {"recompute": "layers"}),
+            (3, {}),
+        ):
+            if each is model:
+                configure(model, **settings)
+            torch.manual_seed(5)
+            each.zero_grad()
+            loss = each(**{name: tensor[:rows] for name, tensor in batch.items()}).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 class Split(nn.Module):
