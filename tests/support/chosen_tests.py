@@ -61,11 +61,21 @@ PLAIN = (
     "test_notebooks.py::test_finetune_bert_beats_the_majority",
     "test_notebooks.py::test_first_run_shows_the_same_losses",
     "test_notebooks.py::test_runs_whole[01_",
+    "test_notebooks.py::test_graphs_answers_its_questions",
     "test_notebooks.py::test_runs_whole[02_",
+    "test_notebooks.py::test_runs_whole[03_",
+    "test_notebooks.py::test_runs_whole[04_",
+    "test_notebooks.py::test_turn_the_knobs_changes_a_run_and_settles_on_settings",
     "test_torch_ort.py",
     "zoo/test_sweep.py",
 )
 """Tests that run again with plain onnxruntime, in `make plain`."""
 
-RULES = ("engines/ort/test_capture.py", "engines/ort/test_lowering.py")
+RULES = (
+    "engines/ort/test_capture.py",
+    "engines/ort/test_lowering.py",
+    "engines/ort/test_recompute.py",
+    "graph/test_planned_capture.py",
+    "zoo/test_sweep.py",
+)
 """Files of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""

@@ -125,7 +125,8 @@ COMMANDS = {
             "Show the memory that each recompute plan saves and the time it costs, or choose one.",
             "A size is NAME=NUMBER, as in %ort memory. --measure times steps to get the cost; "
             "--budget chooses the fastest plan that fits; --choose applies a plan of the table "
-            "from the next step on: a name, several with commas, layers, or off.",
+            "from the next step on: a name, several with commas, layers, or off. On engine ort, "
+            "'budget 0.5' stores half of the activations.",
             (
                 Positional("model", "wrapped", "a wrapped model"),
                 Positional("sizes", "size", "a size as NAME=NUMBER, such as batch=32", "*"),
