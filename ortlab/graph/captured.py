@@ -17,7 +17,6 @@ import sympy
 import torch
 from onnx import helper
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, signature
@@ -167,10 +166,7 @@ def graphs_for_any_size(record: OrtModel, batch: Batch | None = None) -> Graphs:
     args, kwargs = call
     tell(f"capturing {name} for any size")
     with torch.enable_grad():
-        # A size of 1 would be fixed: torch treats 0 and 1 as sizes of their own.
-        twin = record.for_any_size()
-        twin.capture(*tree_map_only(torch.Tensor, _twice, (args, kwargs)))
-    found = graphs(twin)
+        found = graphs(record.for_any_size(args, kwargs))
     bound = inspect.signature(record.module.forward).bind(*args, **kwargs).arguments
     shapes = {name: tuple(x.shape) for name, x in bound.items() if isinstance(x, torch.Tensor)}
     for stage in found.stages.values():
@@ -189,11 +185,6 @@ def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
             if not all(isinstance(size, str) for size in varying):
                 return False
     return True
-
-
-def _twice(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of two samples for one of one sample."""
-    return torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor
 
 
 _Like = tuple[torch.dtype, tuple[int, ...]]

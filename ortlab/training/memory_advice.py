@@ -59,7 +59,7 @@ def advice(
     The first advice is smaller micro-batches, with as many more of them in a step, so that its
     number of samples stays: the largest whose predicted peak fits into `room_bytes`, or half the
     size if there is no prediction. If the batches are the loader's own, or have one sample for
-    each of the workers, engine 'ortmodule' can recompute activations, and several workers can shard
+    each of the workers, the ORT engines can recompute activations, and several workers can shard
     the optimizer's state.
 
     Args:
@@ -80,7 +80,7 @@ def advice(
                 return change
         if smaller:
             return smaller[-1]
-    if model.engine == "ortmodule" and model.recompute == "off":
+    if model.engine in ("ort", "ortmodule") and model.recompute == "off":
         return {"recompute": "layers"}
     return {"zero_stage": 1} if _can_share(settings, settings.parallel.workers) else {}
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ortlab.engines import plan_names
 from ortlab.engines.base import Report, tell
@@ -369,11 +369,18 @@ class OrtModel:
         with self._lock:
             self._observed(self._run, args, kwargs)
 
-    def for_any_size(self) -> OrtModel:
-        """Return another record of the module, with the same settings and graphs for any size."""
+    def for_any_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OrtModel:
+        """Return another record of the module, with the same settings and graphs for any size.
+
+        Args:
+            args: Positional arguments of a call to capture.
+            kwargs: Keyword arguments of the call.
+        """
         if self._for_any_size is None:
             self._for_any_size = OrtModel(self.module, self.settings, any_size=True)
         self._for_any_size.configure(self.settings.replace(self_check=False, save_onnx=None))
+        # A size of 1 would be fixed: torch treats 0 and 1 as sizes of their own.
+        self._for_any_size.capture(*tree_map_only(torch.Tensor, _several, (args, kwargs)))
         return self._for_any_size
 
     def with_graphs_for_any_size(self) -> OrtModel:
@@ -511,6 +518,11 @@ class OrtModel:
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """See `WrappedModel.example`; of the last call that made a graph."""
         return None if self._last_call is None else self._last_call.placeholders()
+
+
+def _several(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of two samples for one of one sample."""
+    return torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor
 
 
 def _nothing() -> None:

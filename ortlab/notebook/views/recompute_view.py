@@ -181,7 +181,7 @@ def _steps(size: int) -> list[int]:
 
 def _figures(row: Saving, plans: RecomputePlans) -> tuple[str, ...]:
     return (
-        str(row.occurrences),
+        str(row.occurrences or ""),
         memory(row.after_forward_bytes),
         signed(row.peak_bytes),
         plans.told_cost(row),
