@@ -139,7 +139,7 @@ class ModelReports:
         # Not `self.graphs`: its overlays hold the plan before this one, and so on without end.
         record = wrapped_model(model)
         if record is not None and record.engine == "ort":
-            graphs = captured.graphs_for_any_size(cast("OrtModel", record), batch)
+            _, graphs = captured.for_any_size(cast("OrtModel", record), batch)
         else:
             graphs = capture.capture(model, batch)
         found = plan(graphs, model, optimizer=optimizer)

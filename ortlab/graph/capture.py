@@ -79,6 +79,20 @@ class Overlay:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Sessions:
+    """Sessions that run the nodes of a stage, with operators in torch between them.
+
+    Attributes:
+        ends: Index of the last node of the session that each node is part of; None if torch runs
+            the node.
+        shapes: Element type and shape of each tensor whose shape ORT knows before it runs.
+    """
+
+    ends: Sequence[int | None]
+    shapes: Mapping[str, tuple[int, tuple[int | str, ...]]]
+
+
 class Stage:
     """One graph of a model, shown as a table of its operators.
 
@@ -100,13 +114,8 @@ class Stage:
     ) -> None:
         self.name = name
         self.model = model
-        self.ends: Sequence[int] | None = None
-        """Index of the last node of the session that each node is part of, if there are several."""
-        self.planned: Mapping[str, tuple[int, tuple[int | str, ...]]] = {}
-        """Type and shape of each tensor whose shape ORT knows before it runs, if there are several
-        sessions."""
-        self.torch_operators: frozenset[str] = frozenset()
-        """Operators among the nodes that torch runs, between sessions."""
+        self.sessions: Sessions | None = None
+        """Sessions that the nodes run in; None if one runs them all."""
         self.graphs: Graphs | None = None
         """All stages of the same model."""
         self._modules = modules

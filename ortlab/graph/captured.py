@@ -22,10 +22,13 @@ from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, signature
 from ortlab.engines.ort.capture import Captured, CompiledGraph
 from ortlab.engines.ort.draws import Draw
-from ortlab.engines.ort.lowering.graph import ONNX_TYPES, hint, size_of
+from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
 from ortlab.engines.ort.model import OrtModel
 from ortlab.engines.ort.onnx_model import (
+    TANGENTS,
+    Form,
     code_line,
+    form_of,
     is_number,
     model_path,
     module_calls,
@@ -33,8 +36,7 @@ from ortlab.engines.ort.onnx_model import (
 )
 from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
-from ortlab.graph.capture import Graphs, Node, Stage
-from ortlab.graph.lifetimes import TANGENTS
+from ortlab.graph.capture import Graphs, Node, Sessions, Stage
 
 _ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
 """Dynamo's name of an argument of forward: its number or its name."""
@@ -74,9 +76,7 @@ class CapturedStage(Stage):
         nodes: Its nodes.
         parameters: Tensor of each parameter and buffer, by its name in the model.
         parameter_gradients: Tensor of each parameter's gradient, by the parameter's name.
-        ends: Index of the last node of the session that each node is part of; its own index if
-            torch runs it.
-        planned: Type and shape of each tensor whose shape ORT knows before it runs.
+        sessions: Sessions that its nodes run in.
     """
 
     def __init__(
@@ -86,16 +86,11 @@ class CapturedStage(Stage):
         nodes: Sequence[Node],
         parameters: Mapping[str, str],
         parameter_gradients: Mapping[str, str],
-        ends: Sequence[int],
-        planned: Mapping[str, tuple[int, tuple[int | str, ...]]],
+        sessions: Sessions,
     ) -> None:
         super().__init__(name, model)
         self.nodes = tuple(nodes)
-        self.ends = tuple(ends)
-        self.planned = planned
-        self.torch_operators = frozenset(
-            node.op for node in nodes if node.op.startswith(f"{_TORCH}.")
-        )
+        self.sessions = sessions
         self.parameters = dict(parameters)
         self.parameter_gradients = dict(parameter_gradients)
 
@@ -139,7 +134,7 @@ def graphs(record: OrtModel, batch: Batch | None = None) -> Graphs:
     return Graphs(name, stages, sizes=sizes, about=CAPTURED_STAGES)
 
 
-def graphs_for_any_size(record: OrtModel, batch: Batch | None = None) -> Graphs:
+def for_any_size(record: OrtModel, batch: Batch | None = None) -> tuple[OrtModel, Graphs]:
     """Return the graphs of a training step in which the sizes of the batch may vary.
 
     They are captured anew, since graphs hold for the sizes of the first call until there are
@@ -148,6 +143,9 @@ def graphs_for_any_size(record: OrtModel, batch: Batch | None = None) -> Graphs:
     Args:
         record: Record of a model on engine ``ort``.
         batch: Batch to capture; None for one like that of the last capture.
+
+    Returns:
+        The record that the graphs are of, and the graphs.
 
     Raises:
         ValueError: If the model has not been called yet, or runs in eager torch.
@@ -159,19 +157,20 @@ def graphs_for_any_size(record: OrtModel, batch: Batch | None = None) -> Graphs:
     if batch is None and record.last_graphs().get("forward"):
         known = graphs(record)
         if _holds_for_any_size(known, set(inspect.signature(record.module.forward).parameters)):
-            return known
+            return record, known
     if call is None:
         takes = signature(record.module)
         raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
     args, kwargs = call
     tell(f"capturing {name} for any size")
     with torch.enable_grad():
-        found = graphs(record.for_any_size(args, kwargs))
+        twin = record.for_any_size(args, kwargs)
+    found = graphs(twin)
     bound = inspect.signature(record.module.forward).bind(*args, **kwargs).arguments
     shapes = {name: tuple(x.shape) for name, x in bound.items() if isinstance(x, torch.Tensor)}
     for stage in found.stages.values():
         found.sizes.update(stage.sizes(shapes))
-    return found
+    return twin, found
 
 
 def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
@@ -186,9 +185,6 @@ def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
                 return False
     return True
 
-
-_Like = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of a tensor in the call that was captured."""
 
 Origin = tuple[int, str]
 """The id of a segment and the name of an ONNX node, or of a graph and of an operator in torch."""
@@ -250,7 +246,7 @@ class _Builder:
     def __init__(self, module: nn.Module, stage: str, backward: Iterable[CompiledGraph]) -> None:
         self.origins: dict[Origin, Node] = {}
         self._stage = stage
-        self._saved = {graph.captured: _saved(graph) for graph in backward}
+        self._saved = {graph.step.captured: _saved(graph) for graph in backward}
         self._modules = frozenset(n for n, _ in module.named_modules(remove_duplicate=False))
         self._root = module
         self._trained = {name for name, each in module.named_parameters() if each.requires_grad}
@@ -273,7 +269,7 @@ class _Builder:
         self._forward: dict[tuple[int, int], str] = {}
         self._capture = 0
         self._viewed: dict[str, Names] = {}
-        self._results: dict[str, _Like] = {}  # of forward graphs
+        self._results: dict[str, Form] = {}  # of forward graphs
         self._passed: dict[int, dict[int, str]] = defaultdict(dict)
         self._tangents: dict[str, str] = {}
         """Gradients of results that a later graph reads, by the result."""
@@ -299,19 +295,20 @@ class _Builder:
             self._nodes,
             self._parameters,
             self._gradients,
-            [self._ends.get(i, i) for i in range(len(self._nodes))],
-            self._planned,
+            Sessions(
+                tuple(self._ends.get(i) for i in range(len(self._nodes))), dict(self._planned)
+            ),
         )
 
     def add(self, graph: CompiledGraph) -> None:
         """Add the nodes of a graph; forward before backward."""
         self._phase = "backward" if graph.phase == "backward" else "forward"
-        self._capture = id(graph.captured)
-        self._is_of_model = _is_of_model(graph.captured, self._root)
+        self._capture = id(graph.step.captured)
+        self._is_of_model = _is_of_model(graph.step.captured, self._root)
         self._viewed.clear()
         module = graph.division.module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        parameters = graph.captured.names_in(self._root)
+        parameters = graph.step.captured.names_in(self._root)
         if graph.phase == "backward":
             found = self._walked(module, [self._kept(node) for node in placeholders])
             for name, made in zip(parameters, found, strict=False):
@@ -321,15 +318,15 @@ class _Builder:
                 if found[i] is not None:
                     self._tangents[name] = found[i]
         else:
-            inputs = zip(placeholders, parameters, graph.captured.inputs, strict=True)
+            inputs = zip(placeholders, parameters, graph.step.captured.inputs, strict=True)
             given = [self._input(i, *each) for i, each in enumerate(inputs)]
             self._fix_sizes(graph)
             found = self._walked(module, given)
-            end = len(found) - self._saved.get(graph.captured, 0)
+            end = len(found) - self._saved.get(graph.step.captured, 0)
             (output,) = module.graph.find_nodes(op="output")
             for node, made in zip(output.args[0][:end], found[:end], strict=True):
                 if made is not None:
-                    self._results[made] = _like(node.meta["val"])
+                    self._results[made] = form_of(node.meta["val"])
             found = found[:end]
             self._tell_sizes(graph)
         self._outputs.update(dict.fromkeys(made for made in found if made is not None))
@@ -365,7 +362,7 @@ class _Builder:
         """
         if name in inspect.signature(self._root.forward).parameters:
             return None
-        like = _like(node.meta["val"])
+        like = form_of(node.meta["val"])
         found = next(
             (made for made in reversed(self._results) if self._results[made] == like), None
         )
@@ -394,7 +391,7 @@ class _Builder:
             return None
         made = self._shared.get((self._capture, node.name))
         if made is None and node.name.startswith(TANGENTS):
-            like = _like(node.meta["val"])
+            like = form_of(node.meta["val"])
             known = (name for name in self._tangents if self._results[name] == like)
             made = self._tangents.pop(next(known, ""), None)
         if made is None:
@@ -613,10 +610,6 @@ class _Builder:
             for key, path in module_calls(node)
             if self._is_of_model or ".__self__" in path
         ]
-
-
-def _like(tensor: torch.Tensor) -> _Like:
-    return tensor.dtype, tuple(map(hint, tensor.shape))
 
 
 def _is_of_model(captured: Captured, module: nn.Module) -> bool:

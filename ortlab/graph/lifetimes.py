@@ -16,12 +16,11 @@ from typing import Final
 
 import onnx
 
-from ortlab.graph.capture import Node, Stage
+from ortlab.engines.ort.onnx_model import TANGENTS
+from ortlab.graph.capture import Node, Sessions, Stage
 
 KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient", "workspace")
 """Kinds of tensors. A workspace is memory that a kernel allocates for itself while it runs."""
-TANGENTS: Final = "tangents_"
-"""Beginning of the names of gradients of results, which torch gives to the backward pass."""
 HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
 """Operators whose last output holds sizes."""
 _YIELD = "com.microsoft.YieldOp"
@@ -36,8 +35,8 @@ _WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
 }
 """Workspace of each CPU kernel: how many times the size of which of its inputs or outputs.
 
-Measured with ORT 1.19.2, see tests/bench/memory.py. The other kernels of the models measured there
-allocate no workspace.
+Measured with ORT 1.19.2, see tests/bench/memory.py; that of Where with 1.32 as well. The other
+kernels of the models measured there allocate no workspace.
 """
 _IN_PLACE: Final = frozenset(
     {
@@ -117,11 +116,10 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
             yield Tensor(name, "optimizer state", _owner(name), "", 0, end, tensor, copies)
     held = set(stage.parameters.values())
     for value in stage.model.graph.input:
-        if value.name.startswith(TANGENTS):  # gradients of results, which torch gives to backward
-            born = next(i for i, node in enumerate(nodes) if node.phase == "backward")
-            yield Tensor(
-                value.name, "gradient", "", "", born, last.get(value.name, born), value.name
-            )
+        if value.name.startswith(TANGENTS):
+            born = next((i for i, node in enumerate(nodes) if node.phase == "backward"), end)
+            dies = last.get(value.name, born)
+            yield Tensor(value.name, "gradient", "", "", born, dies, value.name)
         elif value.name not in held:
             yield Tensor(value.name, "batch", "", "", 0, end, value.name)
     for at, node in enumerate(nodes):
@@ -153,8 +151,8 @@ def _storage(stage: Stage) -> dict[str, str]:
     for at, node in enumerate(stage.nodes):
         for name in node.inputs:
             readers[name].append(at)
-    if stage.ends is not None:
-        return _Buffers(stage, stage.ends, readers).storage
+    if stage.sessions is not None:
+        return _Buffers(stage, stage.sessions, readers).storage
     found: dict[str, str] = {}
     for node in stage.nodes:
         name = node.outputs[0] if node.outputs else ""
@@ -173,25 +171,27 @@ class _Buffers:
     """
 
     def __init__(
-        self, stage: Stage, ends: Sequence[int], readers: Mapping[str, Sequence[int]]
+        self, stage: Stage, sessions: Sessions, readers: Mapping[str, Sequence[int]]
     ) -> None:
         self.storage: dict[str, str] = {}
-        self._stage, self._ends, self._readers = stage, ends, readers
+        self._stage, self._sessions, self._readers = stage, sessions, readers
         self._given = {value.name for value in stage.model.graph.output}
         self._left: dict[str, int] = {}  # reads of a buffer that are to come, in its session
         self._free: list[str] = []
         for at, node in enumerate(stage.nodes):
-            if at and ends[at] != ends[at - 1]:
+            if at and sessions.ends[at] != sessions.ends[at - 1]:
                 self._left.clear()
                 self._free.clear()
             self._add(at, node)
 
     def _add(self, at: int, node: Node) -> None:
         for name in filter(None, node.outputs):
-            leaves = self._leaves(at, name)
-            if node.inputs and self._stage.is_view(node) and not leaves:
+            in_torch = self._sessions.ends[at] is None
+            if not in_torch and self._leaves(at, name):
+                continue
+            if node.inputs and self._stage.is_view(node):
                 self._share(name, self._root(node.inputs[0]))
-            elif not leaves and node.op not in self._stage.torch_operators:
+            elif not in_torch:
                 self._share(name, self._taken_over(node, name))
         for name in node.inputs:
             self._read(self._root(name))
@@ -200,11 +200,8 @@ class _Buffers:
 
     def _leaves(self, at: int, name: str) -> bool:
         """Return True if torch or another session reads a session's result."""
-        if self._ends[at] == at and self._stage.nodes[at].op in self._stage.torch_operators:
-            return False
-        return name in self._given or any(
-            self._ends[reader] != self._ends[at] for reader in self._readers[name]
-        )
+        ends = self._sessions.ends
+        return name in self._given or any(ends[each] != ends[at] for each in self._readers[name])
 
     def _root(self, name: str) -> str:
         return self.storage.get(name, name)
@@ -240,7 +237,7 @@ class _Buffers:
         """Return the size of an element and the shape of a tensor; None if ORT does not know it."""
         kind, sizes = self._stage.tensors.get(name, (0, ("",)))
         if not all(isinstance(size, int) for size in sizes):
-            kind, sizes = self._stage.planned.get(name, (0, ()))
+            kind, sizes = self._sessions.shapes.get(name, (0, ()))
         return (onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize, *sizes) if kind else None
 
 
@@ -248,26 +245,27 @@ def _last_uses(stage: Stage, storage: Mapping[str, str], end: int) -> dict[str, 
     """Return the last node that reads each tensor or a view of it.
 
     Graph outputs and outputs passed to the caller of forward live until the step ends. What a
-    session is given and what it returns live at least until it ends.
+    session is given lives at least until it ends.
     """
     found: dict[str, int] = {}
-    made: dict[str, int] = {}
+    makers: dict[str, int] = {}
     for at, node in enumerate(stage.nodes):
-        made |= dict.fromkeys(node.outputs, at)
+        makers |= dict.fromkeys(node.outputs, at)
         for name in node.inputs:
             stored = storage.get(name, name)
             last = end if node.op == _YIELD else at
-            if stage.ends is not None:
-                maker = made.get(stored, -1)
-                if maker < 0 or stage.ends[maker] != stage.ends[at]:
-                    last = stage.ends[at]
-                    found[stored] = max(
-                        found.get(stored, 0), stage.ends[maker] if maker >= 0 else 0
-                    )
+            if stage.sessions is not None:
+                reads, made = (_end_of(stage.sessions, each) for each in (at, makers.get(stored)))
+                last = at if reads is None or reads == made else reads
             found[stored] = max(last, found.get(stored, 0))
     for value in stage.model.graph.output:
         found[storage.get(value.name, value.name)] = end
     return found
+
+
+def _end_of(sessions: Sessions, at: int | None) -> int | None:
+    """Return the last node of the session of a node; None if there is none."""
+    return None if at is None else sessions.ends[at]
 
 
 def _sized_like(stage: Stage, name: str, views: Sequence[str]) -> str:

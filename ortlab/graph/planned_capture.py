@@ -85,8 +85,8 @@ class PlannedCapture:
     def __init__(self, record: OrtModel, batch: Batch | None) -> None:
         self.module = record.module
         self._record = record
-        self.sizes = captured.graphs_for_any_size(record, batch).sizes
-        self._graphs = record.with_graphs_for_any_size()
+        self._graphs, found = captured.for_any_size(record, batch)
+        self.sizes = found.sizes
         self.names = (*self._modules(), *(f"budget {budget:g}" for budget in BUDGETS))
 
     def _modules(self) -> tuple[str, ...]:
@@ -111,8 +111,7 @@ class PlannedCapture:
         if len(budgets) > 1:
             raise UnknownPlan(f"recompute={', '.join(budgets)!r}: choose one budget")
         modules = [plan for plan in plans if plan not in budgets]
-        known = plans_of(self.module)
-        return (*(plan_names.checked(modules, known) if modules else ()), *budgets)
+        return (*plan_names.checked(modules, plans_of(self.module)), *budgets)
 
     def count(self, plan: str) -> int:
         """See `PlannedGraph.count`."""

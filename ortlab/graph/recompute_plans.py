@@ -164,7 +164,7 @@ class RecomputePlans:
             self._graph = _PlannedExport(model, batch, settings)
         self._given: dict[str, int] = {}
         self._known: dict[tuple[str, ...], MemoryPlan] = {}
-        self._kernels_us: Mapping[str, float] | None = None
+        self._operators_us: Mapping[str, float] | None = None
         self._step_s: float | None = None
 
     @property
@@ -278,19 +278,20 @@ class RecomputePlans:
         found = profiler.profile(self._model, self._batch, steps)
         if found.ort is None:
             raise ValueError(f"the model runs in torch: {'; '.join(found.notes)}")
-        self._kernels_us = {node.node: node.us for node in found.ort.nodes}
+        times: defaultdict[str, float] = defaultdict(float)
+        for node in found.ort.nodes:
+            times[self._graph.operator_of(node.node)] += node.us
+        self._operators_us = times
         self._step_s = found.ort.plain_us / 1e6
         return self
 
     def _cost_s(self, plans: Sequence[str]) -> float | None:
-        if self._kernels_us is None:
+        if self._operators_us is None:
             return None
-        times: defaultdict[str, float] = defaultdict(float)
-        for name, us in self._kernels_us.items():
-            times[self._graph.operator_of(name)] += us
         nodes = self._memory(tuple(plans)).stage.nodes
         again = (node.name.removesuffix(SUFFIX) for node in nodes if node.name.endswith(SUFFIX))
-        return sum(times[name] for name in {self._graph.operator_of(name) for name in again}) / 1e6
+        operators = set(map(self._graph.operator_of, again))
+        return sum(self._operators_us.get(operator, 0.0) for operator in operators) / 1e6
 
     def least_time(self, budget: int | str, **sizes: int) -> str:
         """Return the plan that costs the least time and fits into `budget`.
@@ -308,7 +309,7 @@ class RecomputePlans:
             ValueError: If no plan fits. The message says how much memory the smallest takes.
         """
         limit = parse_bytes(budget)
-        if self._kernels_us is None:
+        if self._operators_us is None:
             self.measure()
         here = self.at(**sizes)
         ranked = sorted(here._choices(), key=lambda plans: here._cost_s(plans) or 0.0)

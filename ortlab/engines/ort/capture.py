@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import attention, check, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
-from ortlab.engines.ort.onnx_model import is_number, tensors_in
+from ortlab.engines.ort.onnx_model import TANGENTS, is_number, tensors_in
 from ortlab.engines.ort.recompute import NOTHING, JointGraph, Recompute
-from ortlab.engines.ort.segments import FASTER_IN_TORCH, Division, divide
+from ortlab.engines.ort.segments import FASTER_IN_TORCH, OF_MODEL, Division, divide
 from ortlab.settings import unknown_name
 from ortlab.utils import warn_once
 from ortlab.utils.files import write_private
@@ -128,7 +128,7 @@ class CompiledGraph:
         phase: Forward or backward pass of training, or inference.
         division: Its segments.
         seconds: Time of the compilation, without Dynamo's capture.
-        captured: The graph of Dynamo that it belongs to.
+        step: Forward and backward pass that it belongs to.
         recompute: What the backward pass computes again.
         calls: Number of calls so far.
         call_seconds: Time of the calls so far.
@@ -139,8 +139,8 @@ class CompiledGraph:
     phase: Phase
     division: Division
     seconds: float
-    captured: Captured
-    recompute: Recompute = NOTHING
+    step: Step
+    recompute: Recompute
     calls: int = 0
     call_seconds: float = 0.0
     last_call: int = 0
@@ -180,7 +180,7 @@ class CompiledGraph:
             found = found if isinstance(found, int) else found.xreplace(known)
             return int(found) if isinstance(found, int) or found.is_number else hint(size)
 
-        kept = (node for node in inputs if not node.name.startswith(("primals_", "tangents_")))
+        kept = (node for node in inputs if not node.name.startswith((*OF_MODEL, TANGENTS)))
         tensors = (tensor for node in kept for tensor in tensors_in(node.meta.get("val")))
         return sum(math.prod(map(value, t.shape)) * t.element_size() for t in tensors)
 
@@ -197,7 +197,6 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
         self_check: Compare the first call of each segment with torch.
         recompute: What the backward pass computes again, from the next forward pass on.
-        unmet: Why `recompute` has no effect on a graph; "" if it has.
     """
 
     __name__ = "ortlab"  # as torch names it in errors
@@ -209,8 +208,6 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
     save_onnx: str | None = None
     self_check: bool = False
     recompute: Recompute = NOTHING
-    unmet: str = ""
-    _steps: dict[Captured, _Step] = field(default_factory=dict)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
@@ -221,7 +218,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         tensors = (weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs)
         captured = Captured(tuple(placeholders), tuple(tensors))
-        self._steps[captured] = step = _Step(self, captured)
+        step = Step(self, captured)
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
@@ -232,14 +229,14 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         return compiled
 
     def compiled(
-        self, phase: Phase, module: fx.GraphModule, captured: Captured, recompute: Recompute
+        self, phase: Phase, module: fx.GraphModule, step: Step, recompute: Recompute
     ) -> CompiledGraph:
         """Compile a graph of ATen operators and remember it.
 
         Args:
             phase: Forward or backward pass, or inference.
             module: The graph.
-            captured: Graph of Dynamo that it was made of.
+            step: Forward and backward pass that it belongs to.
             recompute: What the backward pass computes again.
         """
         started = time.perf_counter()
@@ -250,36 +247,10 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         if self.self_check:
             check.check_first_calls(division.ort_segments(), _warn)
         seconds = time.perf_counter() - started
-        made = CompiledGraph(phase, division, seconds, captured, recompute)
+        made = CompiledGraph(phase, division, seconds, step, recompute)
         self.graphs.append(made)
         self.save(len(self.graphs) - 1)
         return made
-
-    def planned(
-        self, forward: CompiledGraph, recompute: Recompute
-    ) -> tuple[CompiledGraph, CompiledGraph]:
-        """Return forward and backward graph in place of those that a forward graph belongs to.
-
-        Args:
-            forward: Forward graph of a training step.
-            recompute: What the backward pass is to compute again.
-
-        Raises:
-            ValueError: If torch would have to capture the graph again.
-        """
-        pair = self._steps[forward.captured].pair(recompute)
-        if pair is None or pair.backward is None:
-            raise ValueError("this graph cannot be planned: torch has to capture it again")
-        return pair.forward, pair.backward
-
-    def calls_of(self, forward: CompiledGraph, plan: str) -> int:
-        """Return the number of calls of the modules that a plan names in a forward graph.
-
-        Args:
-            forward: Forward graph of a training step.
-            plan: Plan, see `plan_names`.
-        """
-        return self._steps[forward.captured].calls_of(plan)
 
     def save(self, number: int) -> None:
         """Write the ONNX models of a graph to ``<save_onnx>_<graph>_<phase>_<segment>.onnx``.
@@ -312,7 +283,7 @@ class _Pair:
         numbers: Number of sizes that it saves.
         dynamic: Dimensions of those tensors whose sizes are not fixed, by their numbers.
         backward: The backward graph; None until torch compiles it.
-        empty: Number of empty tensors that are saved in addition, see `_Step`.
+        empty: Number of empty tensors that are saved in addition, see `Step`.
         moved: True if its sizes are saved in a tensor.
     """
 
@@ -325,7 +296,7 @@ class _Pair:
     moved: bool = False
 
 
-class _Step:
+class Step:
     """Forward and backward pass made of one graph of Dynamo.
 
     AOTAutograd calls what was compiled at first. That calls the graphs in use now, which others
@@ -333,11 +304,16 @@ class _Step:
     their number a backward pass finds the graph that its forward pass belongs to; empty tensors
     make the numbers differ. Of saved sizes it passes on as many as at first: those of other graphs
     are in one more tensor.
+
+    Attributes:
+        captured: The graph of Dynamo.
+        unmet: Why the backend's `Backend.recompute` has no effect here; "" if it has.
     """
 
     def __init__(self, backend: Backend, captured: Captured) -> None:
         self._backend = backend
-        self._captured = captured
+        self.captured = captured
+        self.unmet = ""
         self._recompute = backend.recompute
         self._joint: JointGraph | None = None
         self._results = self._numbers = 0
@@ -351,7 +327,8 @@ class _Step:
         draws.take_out(joint)
         self._joint = JointGraph(joint, options)
         self._results = options["num_fwd_outputs"]
-        return self._partitioned(self._joint, self._recompute)
+        self.unmet = self._unmet(self._recompute)
+        return self._joint.partitioned(self._recompute)
 
     def compile_inference(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph without a backward pass."""
@@ -394,17 +371,22 @@ class _Step:
         return self._pairs.get(recompute)
 
     def calls_of(self, plan: str) -> int:
-        """Return the number of calls of the modules that a plan names."""
-        return 0 if self._joint is None else self._joint.calls_of([plan])
+        """Return the number of calls of the modules that a plan names.
+
+        Args:
+            plan: Plan, see `plan_names`.
+        """
+        return 0 if self._joint is None else self._joint.calls_of(plan)
 
     def _exchange(self, recompute: Recompute) -> None:
         """Use the graphs that belong to `recompute`."""
         if self.pair(recompute) is None:
-            self._backend.unmet = (
+            self.unmet = (
                 "a graph that was captured before this change stays as it is; wrap the model again"
             )
             return
         self._recompute = recompute
+        self.unmet = self._unmet(recompute)
         dynamic = getattr(self._metadata, "dynamic_saved_tensors_idxs", {})
         dynamic.clear()
         dynamic.update(self._pairs[recompute].dynamic)
@@ -412,7 +394,7 @@ class _Step:
     def _made(self, recompute: Recompute) -> _Pair | None:
         if self._joint is None or not self._exchangeable or not self._by_inputs:
             return None
-        forward, backward = self._partitioned(self._joint, recompute)
+        forward, backward = self._joint.partitioned(recompute)
         if not all(map(_is_plain, _results_of(forward)[self._results :])):
             return None
         pair = self._pair(forward, recompute)
@@ -420,10 +402,11 @@ class _Step:
         self._add_backward(pair, backward, recompute)
         return pair
 
-    def _partitioned(self, joint: JointGraph, recompute: Recompute) -> Any:
-        if recompute.plans and not joint.calls_of(recompute.plans):
-            self._backend.unmet = f"a graph does not contain {', '.join(recompute.plans)}"
-        return joint.partitioned(recompute)
+    def _unmet(self, recompute: Recompute) -> str:
+        """Return why plans have no effect; "" if they have."""
+        if not recompute.plans or any(map(self.calls_of, recompute.plans)):
+            return ""
+        return f"a graph does not contain {', '.join(recompute.plans)}"
 
     def _pair(self, module: fx.GraphModule, recompute: Recompute) -> _Pair:
         kept = _results_of(module)[self._results :]
@@ -453,7 +436,7 @@ class _Step:
     def _compiled(
         self, phase: Phase, module: fx.GraphModule, recompute: Recompute
     ) -> CompiledGraph:
-        return self._backend.compiled(phase, module, self._captured, recompute)
+        return self._backend.compiled(phase, module, self, recompute)
 
     def _run_forward(self, arguments: list[Any]) -> Any:
         if self._recompute != self._backend.recompute:

@@ -383,10 +383,6 @@ class OrtModel:
         self._for_any_size.capture(*tree_map_only(torch.Tensor, _several, (args, kwargs)))
         return self._for_any_size
 
-    def with_graphs_for_any_size(self) -> OrtModel:
-        """Return the record whose graphs hold for any size: this one, or `for_any_size`."""
-        return self._for_any_size or self
-
     def planned(self, recompute: Recompute) -> tuple[list[CompiledGraph], list[CompiledGraph]]:
         """Return forward and backward graphs of the last call under a plan, without running them.
 
@@ -398,8 +394,11 @@ class OrtModel:
         """
         with self._lock:
             forward = self.last_graphs().get("forward", [])
-            pairs = [self._backend.planned(graph, recompute) for graph in forward]
-        return [one for one, _ in pairs], [other for _, other in reversed(pairs)]
+            pairs = [graph.step.pair(recompute) for graph in forward]
+        made = [(each.forward, each.backward) for each in pairs if each and each.backward]
+        if len(made) < len(pairs):
+            raise ValueError("this graph cannot be planned: torch has to capture it again")
+        return [one for one, _ in made], [other for _, other in reversed(made)]
 
     def calls_of(self, plan: str) -> int:
         """Return the number of calls of the modules that a plan names, in the last call.
@@ -408,7 +407,7 @@ class OrtModel:
             plan: Plan, see `plan_names`.
         """
         forward = self.last_graphs().get("forward", [])
-        return sum(self._backend.calls_of(graph, plan) for graph in forward)
+        return sum(graph.step.calls_of(plan) for graph in forward)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -445,11 +444,11 @@ class OrtModel:
             last = max((graph.last_call for graph in graphs), default=0)
             if last:
                 found[phase] = [graph for graph in graphs if graph.last_call == last]
-        order = [(graph.captured, graph.recompute) for graph in found.get("forward", ())]
+        order = [(graph.step, graph.recompute) for graph in found.get("forward", ())]
         backward = [graph for graph in self._backend.graphs if graph.phase == "backward"]
         found["backward"] = sorted(
-            (graph for graph in backward if (graph.captured, graph.recompute) in order),
-            key=lambda graph: -order.index((graph.captured, graph.recompute)),
+            (graph for graph in backward if (graph.step, graph.recompute) in order),
+            key=lambda graph: -order.index((graph.step, graph.recompute)),
         )
         return found
 
@@ -489,22 +488,21 @@ class OrtModel:
 
     def _stored(self) -> list[str]:
         """Return lines on what the forward passes of the last call store, if that was chosen."""
-        if self._backend.unmet:
-            return [f"recompute has no effect: {self._backend.unmet}"]
         if self._backend.recompute == NOTHING:
             return []
-        graphs = self.last_graphs()["backward"]
-        stored = sum(graph.stored_bytes() for graph in graphs)
-        return [f"recompute: {memory(stored)} stored for the backward pass"] if graphs else []
+        last = self.last_graphs()
+        for graph in last.get("forward", []):
+            if graph.step.unmet:
+                return [f"recompute has no effect: {graph.step.unmet}"]
+        stored = sum(graph.stored_bytes() for graph in last["backward"])
+        return [f"recompute: {memory(stored)} stored for the backward pass"] if stored else []
 
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""
-        plans = plan_names.split(settings.recompute)
-        if plans:
-            plans = plan_names.checked(plans, recompute.plans_of(self.module))
+        known = recompute.plans_of(self.module)
+        plans = plan_names.checked(plan_names.split(settings.recompute), known)
         self.settings = settings
         self._backend.recompute = Recompute(plans, settings.activation_budget)
-        self._backend.unmet = ""
         self._backend.severity = _SEVERITIES[settings.ortmodule.log_level]
         self._backend.save_onnx = settings.ortmodule.save_onnx
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,8 +53,14 @@ VIEWS: Final = frozenset(
 )
 """Operators that cost nothing in torch."""
 
+TANGENTS: Final = "tangents_"
+"""Beginning of the names of gradients of results, which torch gives to the backward pass."""
+
 _ROOT: Final = re.compile(r"L\['\w+'\](\.__self__)?\.?")
 """The model, or a module whose forward is captured for itself, in Dynamo's paths of modules."""
+
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor."""
 
 _TRACE_LINE: Final = re.compile(r'File "(.+)", line (\d+).*(?:\n\s*(.+))?')
 
@@ -81,6 +88,34 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return the type and the shape of a tensor in the call that is being compiled.
+
+    Args:
+        tensor: Tensor in a node's metadata.
+    """
+    return tensor.dtype, tuple(map(hint, tensor.shape))
+
+
+def elements_of(tensor: torch.Tensor) -> int:
+    """Return the number of elements of a tensor in the call that is being compiled.
+
+    Args:
+        tensor: Tensor in a node's metadata.
+    """
+    return math.prod(map(hint, tensor.shape))
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Return the size of the tensors of a node in the call that is being compiled.
+
+    Args:
+        node: Node with metadata.
+    """
+    tensors = tensors_in(node.meta.get("val"))
+    return sum(elements_of(tensor) * tensor.element_size() for tensor in tensors)
 
 
 def module_calls(node: fx.Node) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ Training Deep Nets with Sublinear Memory Cost, 2016).
 
 from __future__ import annotations
 
-import math
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -22,20 +22,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ortlab.engines import plan_names
 from ortlab.engines.ort import draws
-from ortlab.engines.ort.lowering.graph import hint
-from ortlab.engines.ort.onnx_model import VIEWS, is_number, model_path, module_calls, tensors_in
+from ortlab.engines.ort.onnx_model import (
+    VIEWS,
+    bytes_of,
+    form_of,
+    is_number,
+    model_path,
+    module_calls,
+    tensors_in,
+)
+from ortlab.engines.ort.segments import PRODUCTS
 
 aten = torch.ops.aten
 
-_PRODUCTS: Final = frozenset(
-    {
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.bmm.default,
-        aten.convolution.default,
-        aten.mm.default,
-    }
-)
+_PRODUCTS: Final = PRODUCTS | {aten.convolution.default}
 """Operators that take most of a step's time."""
 
 _WEIGHT: Final = "ortlab_weight"
@@ -47,7 +47,7 @@ _CHEAP: Final = 1.5
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again.
+    """Recompute plan of a training step.
 
     Attributes:
         plans: Modules of which only the outputs are stored, see `plan_names`.
@@ -85,13 +85,13 @@ class JointGraph:
         self._options = dict(options)
         self._results: int = options["num_fwd_outputs"]
 
-    def calls_of(self, plans: Sequence[str]) -> int:
-        """Return the number of calls of the modules that plans name.
+    def calls_of(self, plan: str) -> int:
+        """Return the number of calls of the modules that a plan names.
 
         Args:
-            plans: Plans, see `plan_names`.
+            plan: Plan, see `plan_names`.
         """
-        return len(_Tags(self._module.graph, self._results).calls(plans))
+        return len(_Tags(self._module.graph, self._results).calls([plan]))
 
     def partitioned(self, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return forward and backward graph.
@@ -127,9 +127,9 @@ class _Weights:
         self._values: dict[str, torch.Tensor] = {}
         first = next(node for node in graph.nodes if node.op != "placeholder")
         for node in (inputs[i] for i in static):
-            value = node.meta["val"]
-            if not isinstance(value, torch.Tensor):
+            if not _is_tensor(node):
                 continue
+            value = node.meta["val"]
             with graph.inserting_before(first):  # its readers see its shape
                 read = graph.call_function(aten.alias.default, (node,))
             read.meta = {**node.meta, _WEIGHT: True}
@@ -158,7 +158,10 @@ class _Tags:
         (output,) = graph.find_nodes(op="output")
         self._returned = {node for node in output.args[0][:results] if isinstance(node, fx.Node)}
         self._forward = _with_sources(self._returned)
-        self._written = set(self._changed())
+
+    @functools.cached_property
+    def _written(self) -> set[fx.Node]:
+        return set(self._changed())
 
     def _changed(self) -> Iterator[fx.Node]:
         """Iterate over the inputs that forward may change, such as the buffers of a batch norm.
@@ -166,9 +169,12 @@ class _Tags:
         AOTAutograd returns their new values, which are not told from other results here.
         """
         for result in self._returned:
-            sources = _with_sources({result})
-            for node in sources:
-                if node.op == "placeholder" and node is not result and _is_alike(node, result):
+            if not _is_tensor(result):
+                continue
+            form = form_of(result.meta["val"])
+            for node in _with_sources({result}):
+                is_input = node.op == "placeholder" and node is not result and _is_tensor(node)
+                if is_input and form_of(node.meta["val"]) == form:
                     yield node
 
     def store_changed(self) -> None:
@@ -295,12 +301,8 @@ def _with_sources(nodes: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_alike(one: fx.Node, other: fx.Node) -> bool:
-    """Return True for tensors of the same type and shape."""
-    a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    return a.dtype == b.dtype and list(map(hint, a.shape)) == list(map(hint, b.shape))
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -314,9 +316,4 @@ def _bytes(nodes: Set[fx.Node]) -> int:
         while node.target in VIEWS:
             node = node.all_input_nodes[0]
         found.add(node)
-    tensors = (node.meta.get("val") for node in found)
-    return sum(
-        math.prod(map(hint, tensor.shape)) * tensor.element_size()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    )
+    return sum(map(bytes_of, filter(_is_tensor, found)))

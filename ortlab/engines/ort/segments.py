@@ -31,14 +31,16 @@ from ortlab.engines.ort.lowering.graph import (
     NotLowered,
     OnnxGraph,
     Value,
-    hint,
     hints,
     lower,
 )
 from ortlab.engines.ort.onnx_model import (
+    TANGENTS,
     VIEWS,
     NodeNotLowered,
     bind_number,
+    bytes_of,
+    elements_of,
     is_number,
     lowered,
     operator_of,
@@ -96,7 +98,7 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         least, reason = _FASTER_WHEN_LARGE[node.target]
         nodes = (node, *node.all_input_nodes)
         tensors = [tensor for each in nodes for tensor in tensors_in(each.meta.get("val"))]
-        most = max(map(_elements, tensors))
+        most = max(map(elements_of, tensors))
         return None if most < least else f"it is large, {reason}"
     if node.target is aten.convolution.default:
         (x, weight), y, transposed = given[:2], node, given[6]
@@ -115,10 +117,10 @@ _FEW: Final = 3
 """Operators that run in torch if they would be all of an ORT segment after a torch segment.
 
 A segment takes some 0.1 ms, and torch's threads spin when it starts. ResNet-18 has a ReLU, or an
-addition and a ReLU, between any two convolutions. A segment with one of `_PRODUCTS` stays.
+addition and a ReLU, between any two convolutions. A segment with one of `PRODUCTS` stays.
 """
 
-_PRODUCTS: Final = frozenset(
+PRODUCTS: Final = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 )
 
@@ -140,7 +142,7 @@ QUICK: Final[dict[Any, Callable[..., Any]]] = {
 FREE: Final = VIEWS | {operator.getitem, *QUICK.values()}
 """Operators that no kernel computes: views, and elements of tuples."""
 
-_OF_MODEL: Final = ("primals_", "arg")
+OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
 
 _PARTS: Final = 8
@@ -230,7 +232,7 @@ class OrtSegment(torch.nn.Module):
             if order is not None or is_number(node):
                 return 2
             fixed = all(isinstance(size, int) for size in node.meta["val"].shape)
-            return 0 if fixed and node.name.startswith(_OF_MODEL) else 1
+            return 0 if fixed and node.name.startswith(OF_MODEL) else 1
 
         names = sorted(self.lowered.inputs, key=group)
         groups = [group(name) for name in names]
@@ -529,7 +531,7 @@ class _Divider:
     ) -> None:
         self._module, self._in_torch, self._severity = module, dict(in_torch), severity
         self._nodes = list(module.graph.nodes)
-        self._is_backward = any(node.name.startswith("tangents_") for node in self._nodes)
+        self._is_backward = any(node.name.startswith(TANGENTS) for node in self._nodes)
         self._torch = self._torch_nodes()
         self._levels = self._in_parts(self._levels_of())
         self._outer = fx.Graph()
@@ -586,7 +588,7 @@ class _Divider:
             read = {source for node in nodes for source in self._sources(node)} & self._torch
             if (
                 len(nodes) <= _FEW
-                and _PRODUCTS.isdisjoint(node.target for node in nodes)
+                and PRODUCTS.isdisjoint(node.target for node in nodes)
                 and not all(map(draws.is_random, read))
             ):
                 found += nodes
@@ -605,8 +607,8 @@ class _Divider:
                     last_reader[each] = node
         released: dict[fx.Node, int] = defaultdict(int)
         for each, node in last_reader.items():
-            released[node] += _bytes(each)
-        again = sum(_bytes(each) for each in last_reader if each.op != "placeholder")
+            released[node] += bytes_of(each)
+        again = sum(bytes_of(each) for each in last_reader if each.op != "placeholder")
         most = sum(released.values()) // _PARTS
         if 2 * again <= sum(released.values()):  # else memory counts more than time
             most = max(_SMALL_PART, most)
@@ -627,7 +629,7 @@ class _Divider:
     def _is_activation(self, node: fx.Node) -> bool:
         """Return True for a tensor that a graph is given, not the model's, or computes again."""
         if node.op == "placeholder":
-            return not node.name.startswith(_OF_MODEL)
+            return not node.name.startswith(OF_MODEL)
         again = self._is_backward and node.meta.get("partitioner_tag") == "is_forward"
         return again and node.target not in FREE
 
@@ -753,15 +755,6 @@ class _Divider:
             )
             taken.meta = dict(node.meta)
             self._made[node] = taken
-
-
-def _bytes(node: fx.Node) -> int:
-    """Return the size of the tensors of a node."""
-    return sum(_elements(each) * each.element_size() for each in tensors_in(node.meta.get("val")))
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    return math.prod(hint(size) for size in tensor.shape)
 
 
 def _after_placeholders(graph: fx.Graph) -> fx.Node:

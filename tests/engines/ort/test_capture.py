@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,14 +27,6 @@ from tests.support.captured import in_torch
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Forget the compiled functions of other tests, which share the code of forward."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Pair:

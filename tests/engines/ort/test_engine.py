@@ -34,12 +34,6 @@ from tests.support.worker_runs import losses as losses_of
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    """Forget the sizes that other models of the same class were called with."""
-    torch._dynamo.reset()
-
-
 class Net(nn.Module):
     """A classifier with dropout, whose forward has a keyword and an attribute that it reads."""
 

@@ -23,12 +23,6 @@ WIDTH = 16
 LITTLE = {"activation_budget": 0.2}
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    """Forget the sizes that other models of the same class were called with."""
-    torch._dynamo.reset()
-
-
 class Layer(nn.Module):
     """Two products with dropout, a residual connection and a norm, as in BERT."""
 
@@ -226,6 +220,18 @@ def test_a_transformer_at_several_sizes() -> None:
     assert losses[:5] == pytest.approx(losses[5:], rel=1e-5)
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_change_before_the_first_backward_pass_waits_for_it() -> None:
+    model, reference = pair(Stack())
+    first = model(tokens(4)).sin().sum()
+    configure(model, activation_budget=0.3)
+    model(tokens(4))
+    record: Any = wrapped_model(model)
+    assert any("recompute has no effect" in line for line in record.report().remarks)
+    first.backward()
+    assert_equal(model, reference, tokens(4))
+    assert not any("recompute has no effect" in line for line in record.report().remarks)
 
 
 class Split(nn.Module):
