@@ -178,6 +178,18 @@ def test_calls_operators_in_torch_and_both_sides_of_a_graph_break() -> None:
     assert found == 10 * 6 * 4
 
 
+@pytest.mark.parametrize("stage", ["gradient", "execution"])
+def test_gradients_of_a_norm_read_its_own_mean_and_deviation(graphs: Graphs, stage: str) -> None:
+    nodes = {node.name: node for node in graphs.stages[stage].nodes}
+    norms = [node for node in nodes.values() if node.op == "LayerNormalization"]
+    assert len(norms) == 5
+    of_norms = {name for norm in norms for name in norm.outputs[1:]}
+    for norm in norms:
+        gradients = graphs.stages[stage].gradients[norm.name]
+        read = {name for node in gradients for name in node.inputs}
+        assert read & of_norms == set(norm.outputs[1:])
+
+
 def test_an_operator_that_was_moved_to_torch_is_shown_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

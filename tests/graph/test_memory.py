@@ -20,8 +20,9 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ortmodule import compat
 from ortlab.graph import timeline
-from ortlab.graph.capture import Stage
-from ortlab.graph.lifetimes import KINDS, Tensor
+from ortlab.graph.capture import Node, Sessions, Stage
+from ortlab.graph.captured import CapturedStage
+from ortlab.graph.lifetimes import KINDS, Tensor, lifetimes
 from ortlab.graph.memory import GROWTH, MemoryPlan
 from ortlab.utils.process_memory import memory, parse_bytes
 from tests.bench import memory as bench
@@ -101,6 +102,47 @@ def test_a_graph_counted_by_hand() -> None:
     assert gradient.kind == "gradient"
     without = MemoryPlan(_by_hand(), {}, optimizer="sgd")
     assert without.idle_bytes(batch=rows) == always - 64  # a single moment
+
+
+def test_buffers_of_sessions_counted_by_hand() -> None:
+    """Two sessions with an operator in torch between, of rows that all take 4 bytes."""
+    rows = [
+        (0, "Transpose", ["x"], ["a"]),
+        (0, "Relu", ["a"], ["b"]),  # in place
+        (0, "Exp", ["b"], ["c"]),
+        (0, "Neg", ["c"], ["d"]),  # in the buffer of a, which is free since c is there
+        (0, "Add", ["d", "d"], ["e"]),  # leaves the session
+        (None, "torch.erfcx", ["e"], ["f"]),
+        (1, "Neg", ["f"], ["g"]),
+        (1, "Exp", ["g"], ["h"]),
+        (1, "Neg", ["h"], ["y"]),
+    ]
+    ends = {0: 4, 1: 8, None: None}
+    made = [
+        helper.make_node(op.split(".")[-1], i, o, f"n{n}") for n, (_, op, i, o) in enumerate(rows)
+    ]
+    names = ("x", *(node.output[0] for node in made))
+    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in names}
+    graph = helper.make_graph(
+        made, "by hand", [values["x"]], [values["y"]], value_info=list(values.values())[1:-1]
+    )
+    nodes = [
+        Node(f"n{n}", op, tuple(i), tuple(o), "forward" if n < 6 else "backward", "", None)
+        for n, (_, op, i, o) in enumerate(rows)
+    ]
+    sessions = Sessions([ends[session] for session, *_ in rows], {})
+    stage = CapturedStage("execution", helper.make_model(graph), nodes, {}, {}, sessions)
+    found = {each.name: (each.born, each.dies) for each in lifetimes(stage, "adamw")}
+    assert found == {
+        "x": (0, 9),
+        "a": (0, 4),  # Relu's result and d are in it
+        "c": (2, 3),
+        "e": (4, 5),
+        "f": (5, 8),  # what a session is given stays until it ends
+        "g": (6, 7),
+        "h": (7, 8),
+        "y": (8, 9),
+    }
 
 
 def test_what_goes_to_torch_is_a_copy() -> None:

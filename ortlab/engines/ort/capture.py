@@ -281,7 +281,6 @@ class _Pair:
         forward: The forward graph.
         saved: Number of tensors that it saves.
         numbers: Number of sizes that it saves.
-        dynamic: Dimensions of those tensors whose sizes are not fixed, by their numbers.
         backward: The backward graph; None until torch compiles it.
         empty: Number of empty tensors that are saved in addition, see `Step`.
         moved: True if its sizes are saved in a tensor.
@@ -290,7 +289,6 @@ class _Pair:
     forward: CompiledGraph
     saved: int
     numbers: int
-    dynamic: dict[int, set[int]]
     backward: CompiledGraph | None = None
     empty: int = 0
     moved: bool = False
@@ -387,9 +385,8 @@ class Step:
             return
         self._recompute = recompute
         self.unmet = self._unmet(recompute)
-        dynamic = getattr(self._metadata, "dynamic_saved_tensors_idxs", {})
-        dynamic.clear()
-        dynamic.update(self._pairs[recompute].dynamic)
+        # Which saved tensors have varying sizes: it tells compiled autograd, and only of one pair.
+        getattr(self._metadata, "dynamic_saved_tensors_idxs", {}).clear()
 
     def _made(self, recompute: Recompute) -> _Pair | None:
         if self._joint is None or not self._exchangeable or not self._by_inputs:
@@ -411,18 +408,8 @@ class Step:
     def _pair(self, module: fx.GraphModule, recompute: Recompute) -> _Pair:
         kept = _results_of(module)[self._results :]
         numbers = sum(map(is_number, kept))
-        saved = kept[: len(kept) - numbers]
-        dynamic = {
-            i: {dim for dim, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)}
-            for i, node in enumerate(saved)
-            if isinstance(node.meta["val"], torch.Tensor)
-        }
-        return _Pair(
-            self._compiled("forward", module, recompute),
-            len(saved),
-            numbers,
-            {i: dims for i, dims in dynamic.items() if dims},
-        )
+        made = self._compiled("forward", module, recompute)
+        return _Pair(made, len(kept) - numbers, numbers)
 
     def _add_backward(self, pair: _Pair, module: fx.GraphModule, recompute: Recompute) -> None:
         inputs = len(module.graph.find_nodes(op="placeholder"))

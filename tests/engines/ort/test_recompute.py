@@ -175,6 +175,48 @@ def test_a_change_captures_nothing_and_spares_earlier_forward_passes() -> None:
     assert "captured" not in str(record._log.remarks())
 
 
+def test_plans_that_store_as_many_tensors_are_told_apart() -> None:
+    model, reference = pair(Stack())
+    step(model, tokens(4))
+    losses = []
+    for settings in ({"activation_budget": 0.95}, {"recompute": "layers"}):
+        configure(model, **{"activation_budget": 1.0, **settings})
+        torch.manual_seed(5)
+        losses.append(model(tokens(4)).sin().sum())
+    record: Any = wrapped_model(model)
+    first, second = (
+        len(graph.division.module.graph.find_nodes(op="placeholder"))
+        for graph in record._backend.graphs[-4:]
+        if graph.phase == "backward"
+    )
+    assert first == second
+    step(reference, tokens(4))
+    for loss in reversed(losses):
+        model.zero_grad()
+        loss.backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+class Cheap(nn.Module):
+    """A layer that torch would compute again from the input of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (x + functional.gelu(x * self.scale))
+
+
+def test_results_of_layers_are_stored_although_they_are_cheap() -> None:
+    made = Stack()
+    made.layers = nn.ModuleList(Cheap() for _ in range(6))
+    model, reference = pair(made, recompute="layers")
+    assert_equal(model, reference, tokens(4))
+    assert stored(model) >= 5 * 4 * tokens(4).numel() * WIDTH
+
+
 def test_changes_between_sizes() -> None:
     model, reference = pair(Stack())
     for batch, settings in (
