@@ -10,6 +10,7 @@ from torch import nn
 
 import ortlab
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX
 from ortlab.engines.plan_names import UnknownPlan
 from ortlab.graph.recompute_plans import RecomputePlans
 from tests.support.called_models import bert
@@ -52,6 +53,11 @@ def test_layers_their_parts_and_budgets_are_listed(plans: RecomputePlans) -> Non
     costs = [rows[plan].cost_s for plan in (f"{LAYERS}.attention", LAYERS)]
     assert 0 < costs[0] < costs[1]
     assert "budget 0.5" in repr(plans)
+
+
+def test_a_cost_leaves_out_what_torch_computes_again_without_a_plan(plans: RecomputePlans) -> None:
+    assert any(node.name.endswith(SUFFIX) for node in plans.memory("off").stage.nodes)
+    assert plans.savings("off").cost_s == 0
 
 
 @pytest.mark.parametrize("plan", [LAYERS, "budget 0.3", f"{LAYERS}.attention,budget 0.5"])
