@@ -55,6 +55,9 @@ _LIMITS: Final[dict[str, Any]] = {
 Dynamo would otherwise draw the numbers of ``np.random`` from torch's generator.
 """
 
+_ANY_SIZE: Final[dict[str, Any]] = {**_LIMITS, "specialize_float": True}
+"""The same where all sizes may vary: floats are fixed, or torch captures twice to find that out."""
+
 _CAPTURES: Final[dict[str, Any]] = {
     "capture_dynamic_output_shape_ops": True,
     "capture_scalar_outputs": True,
@@ -142,7 +145,8 @@ class OrtModel:
         self.configure(settings)
         self._before: _Before | None = None
         self._compiled = self._compile()
-        self._options = torch._dynamo.config.patch({**_LIMITS, **_CAPTURES})
+        self._limits = _ANY_SIZE if any_size else _LIMITS
+        self._options = torch._dynamo.config.patch({**self._limits, **_CAPTURES})
         self._captures = True
         self._checked: int | None = None
         self._check_s = self._outside_s = 0.0
@@ -245,7 +249,8 @@ class OrtModel:
             raise own from None
         before.give_back()
         if self._captures:
-            self._options, self._captures = torch._dynamo.config.patch({**_LIMITS, **_PARTS}), False
+            self._options = torch._dynamo.config.patch({**self._limits, **_PARTS})
+            self._captures = False
             self._compiled, self._log = self._compile(), CompileLog(self._notes.append)
             return self._run(args, kwargs)
         reason = f"torch cannot capture it ({_first_line(error)})"
