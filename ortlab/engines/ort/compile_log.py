@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from pathlib import Path
 from traceback import FrameSummary
@@ -108,8 +108,20 @@ class CompileLog:
         after = " after a call without operators" if self.count else ""
         return f"torch.compile ignores its forward{after}"
 
-    def remarks(self) -> list[str]:
-        """Return a line for each code that is skipped, each break, and each code compiled again."""
+    def recompilations(self) -> Mapping[str, int]:
+        """Return how often each code was compiled again so far."""
+        return {place: len(reasons) for place, reasons in list(self._again.items())}
+
+    def remarks(self, past: Mapping[str, int] | None = None) -> list[str]:
+        """Return a line for each code that is skipped, each break, and each code compiled again.
+
+        Args:
+            past: Earlier answer of `recompilations`, to leave those out.
+        """
+        told = past or {}
+        since = {
+            place: reasons[told.get(place, 0) :] for place, reasons in list(self._again.items())
+        }
         skipped = [
             f"{place} runs in eager torch: {why}" for place, why in list(self._skipped.items())
         ]
@@ -117,7 +129,8 @@ class CompileLog:
             f"compiled again {_at(place)}: {reasons[0]}"
             if len(reasons) == 1
             else f"compiled {len(reasons)} more times {_at(place)}, the last time: {reasons[-1]}"
-            for place, reasons in list(self._again.items())
+            for place, reasons in since.items()
+            if reasons
         ]
         return [*skipped, *self._breaks, *again]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -11,6 +12,9 @@ from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import Compile, TorchStepper, refuse_precision, stepper_for
 from ortlab.settings import EngineSettings, FinetuneSettings
 from ortlab.utils.files import file_prefix
+
+if TYPE_CHECKING:
+    from ortlab.engines.ort.model import OrtModel
 
 
 class OrtEngine(Compile):
@@ -90,7 +94,7 @@ class OrtEngine(Compile):
             record = wrapped_model(model)
             assert record is not None
         before = record.settings
-        record.configure(own)
+        report = cast("OrtModel", record).begin_run(own)
         return stepper_for(
             self,
             model,
@@ -98,7 +102,7 @@ class OrtEngine(Compile):
             settings,
             processes,
             stepper,
-            report=record.report,
+            report=report,
             close=functools.partial(record.configure, before),
         )
 

@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -111,6 +112,46 @@ class _Before:
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Number of a graph's calls so far, and their seconds: all of them, and those in ORT."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    ort_s: float = 0.0
+
+    @classmethod
+    def of(cls, graph: CompiledGraph) -> _Ran:
+        return cls(graph.calls, graph.call_seconds, graph.division.ort_seconds)
+
+    def __sub__(self, other: _Ran) -> _Ran:
+        return _Ran(
+            self.calls - other.calls, self.seconds - other.seconds, self.ort_s - other.ort_s
+        )
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a model had done when a run began.
+
+    Attributes:
+        graphs: What each graph had run.
+        outside_s: Seconds of calls outside of the graphs.
+        check_s: Seconds of checks.
+        notes: Number of notes.
+        recompilations: See `CompileLog.recompilations`.
+    """
+
+    graphs: tuple[_Ran, ...] = ()
+    outside_s: float = 0.0
+    check_s: float = 0.0
+    notes: int = 0
+    recompilations: Mapping[str, int] = field(default_factory=dict)
+
+
+_NO_PAST: Final = _Past()
 
 
 class OrtModel:
@@ -459,32 +500,55 @@ class OrtModel:
 
     # Report
 
-    def report(self) -> Report:
-        """See `WrappedModel.report`."""
+    def begin_run(self, settings: EngineSettings) -> Callable[[], Report]:
+        """Use settings from now on, and return a function that reports on what runs from now on.
+
+        Args:
+            settings: See `WrappedModel.configure`.
+        """
+        self.configure(settings)
+        now = _Past(
+            tuple(map(_Ran.of, self._backend.graphs)),
+            self._outside_s,
+            self._check_s,
+            len(self._notes),
+            self._log.recompilations(),
+        )
+        return functools.partial(self.report, now)
+
+    def report(self, past: _Past = _NO_PAST) -> Report:
+        """See `WrappedModel.report`.
+
+        Args:
+            past: What to leave out.
+        """
         graphs = self._backend.graphs
         remarks = list(self._remarks)
         if self._fallback is None:
-            remarks += [*self._parts(), *self._stored()]
+            remarks += [*self._parts(past), *self._stored()]
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback,
-            export_s=sum(graph.seconds for graph in graphs),
-            check_s=self._check_s,
-            notes=tuple(self._notes),
+            export_s=sum(graph.seconds for graph in graphs[len(past.graphs) :]),
+            check_s=self._check_s - past.check_s,
+            notes=tuple(self._notes[past.notes :]),
             remarks=tuple(remarks),
         )
 
-    def _parts(self) -> list[str]:
+    def _parts(self, past: _Past) -> list[str]:
         """Return lines on ORT's share of the time, on compilations, and on operators in torch."""
         graphs = list(self._backend.graphs)
-        operators = [each for graph in graphs for each in graph.division.torch_operators()]
+        ran = [_Ran.of(graph) for graph in graphs]
+        since = [now - was for now, was in zip_longest(ran, past.graphs, fillvalue=_Ran())]
+        used = [graph for graph, each in zip(graphs, since, strict=True) if each.calls]
+        operators = [each for graph in used for each in graph.division.torch_operators()]
         in_torch = sorted(
             {f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in operators}
         )
-        whole = self._outside_s + sum(graph.call_seconds for graph in graphs)
-        told = self._log.remarks()
-        if graphs and whole:
-            share = sum(graph.division.ort_seconds for graph in graphs) / whole
+        whole = self._outside_s - past.outside_s + sum(each.seconds for each in since)
+        told = self._log.remarks(past.recompilations)
+        if used and whole:
+            share = sum(each.ort_s for each in since) / whole
             first = [f"ORT {share:.1%} of the step (forward and backward)"]
             if len(in_torch) == 1:
                 first.append(in_torch.pop())

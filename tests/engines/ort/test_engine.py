@@ -719,6 +719,28 @@ def test_a_run_of_a_wrapped_model_has_settings_of_its_own(tmp_path: Path) -> Non
         ortlab.wrap(Net(), engine="ort", save_onnx=str(tmp_path / "nowhere" / "net"))
 
 
+def test_a_run_reports_on_itself_alone() -> None:
+    data = [(torch.randn(8, 6), torch.randint(0, 4, (8,)))]
+    wrapped, _ = pair(nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 4)))
+    told, spent = [], []
+    for precision in ("bf16", "fp32", "fp32"):
+        run = ortlab.finetune(
+            wrapped, data, loss="cross_entropy", precision=precision, max_steps=1, device="cpu"
+        )
+        result = run.result(timeout=300)
+        told.append("\n".join(run.status().lines))
+        spent.append((result.export_s, result.check_s))
+    assert ["aten._softmax" in each for each in told] == [True, False, False]
+    assert ["compiled again" in each for each in told] == [False, True, False]
+    assert re.match(r"ORT \d+\.\d% of the step", told[-1])
+    whole = report(wrapped)
+    for column, total in enumerate((whole.export_s, whole.check_s)):
+        first, second, third = (each[column] for each in spent)
+        assert min(first, second) > 0
+        assert third == 0
+        assert first + second == pytest.approx(total)
+
+
 def test_the_models_of_segments_that_were_divided_again_are_saved(
     wrong_tanh: None, tmp_path: Path
 ) -> None:
