@@ -45,9 +45,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     place = item.path.relative_to(Path(__file__).parent).as_posix()
     if place in LONG or place.startswith(SLOW):
         item.add_marker("slow")
-    if f"{place}::{item.name}".startswith(PLAIN):
+    name = f"{place}::{item.name}"
+    if name.startswith(PLAIN):
         item.add_marker("plain")
-    if place in RULES and WITH_TRAINING:
+    if name.startswith(RULES) and WITH_TRAINING:
         item.add_marker("nightly")
 
 

@@ -75,7 +75,11 @@ RULES = (
     "engines/ort/test_capture.py",
     "engines/ort/test_lowering.py",
     "engines/ort/test_recompute.py",
+    "graph/test_captured.py",
+    "graph/test_memory.py::test_a_decoder_has_two_lengths[ort]",
+    "graph/test_memory.py::test_a_step_takes_what_was_predicted[ort]",
     "graph/test_planned_capture.py",
+    "graph/test_profile_captured.py",
     "zoo/test_sweep.py",
 )
-"""Files of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""
+"""Tests of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""
