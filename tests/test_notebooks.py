@@ -120,7 +120,7 @@ def test_turn_the_knobs_changes_a_run_and_settles_on_settings() -> None:
     assert re.fullmatch(r"engine=eager \(was ort(module)?\)", last)
     assert sorted({int(step) for step, _ in changed}) == [int(step) for step, _ in changed]
     run, refused, chosen = notebook.runs
-    assert (run["steps"], refused["steps"], chosen["steps"]) == (240, 20, 20)
+    assert (run["steps"], refused["steps"], chosen["steps"]) == (140, 20, 20)
     assert "optimizer='sgd' cannot be applied" in printed
     batches = [int(size) for size in re.findall(r"^recompute \w+: batch (\d+) fits", printed, re.M)]
     assert batches[1] >= 1.5 * batches[0]
