@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute_plans import RecomputePlans
+    from ortlab.graph.source_lines import SourceLines
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.prune import Pruning
@@ -275,6 +276,33 @@ def profile(model: nn.Module, batch: Any = None, **settings: Unpack[ProfileKeywo
         >>> profile.by_module(depth=3)
     """
     return session.profile(model, batch, **settings)
+
+
+@brief
+@takes(ProfileSettings.declarations().values())
+def lines(model: nn.Module, batch: Any = None, **settings: Unpack[ProfileKeywords]) -> SourceLines:
+    """Return the code of a wrapped model, line by line, with time, saved memory and operators.
+
+    Each line has the time of its operators and of their gradients in a step (see `profile`), the
+    size of its results that are stored for the backward pass, and whether ORT or torch runs them.
+
+    Args:
+        model: A model wrapped in engine ``"ort"``, whose capture knows the lines.
+        batch: Input of the model, as in `profile`.
+        **settings: Settings of `ortlab.settings.ProfileSettings`; ``steps=5`` is the number of
+            steps to time.
+
+    Returns:
+        The lines. ``.nodes("model.py:12")`` lists the operators of one.
+
+    Raises:
+        ValueError: If the model is not wrapped in engine ``"ort"`` or runs in eager torch, a run is
+            training it, or the batch does not fit.
+
+    Example:
+        >>> ortlab.lines(model, batch)
+    """
+    return session.lines(model, batch, **settings)
 
 
 @brief

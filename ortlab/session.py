@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute_plans import RecomputePlans
+    from ortlab.graph.source_lines import SourceLines
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.run_files import StoredRun
@@ -93,6 +94,20 @@ class ModelReports:
         found = profiler.profile(module, batch, chosen.steps, notes)
         self._measured.setdefault(module, {})["time"] = found.overlay
         return found
+
+    def lines(self, model: nn.Module, batch: Any = None, **settings: Any) -> SourceLines:
+        """See `ortlab.api.lines`."""
+        from ortlab.graph.source_lines import source_lines  # heavy: torch
+
+        record = wrapped_model(wrapped_models.check_model("the first argument", model))
+        if record is None or record.engine != "ort":
+            raise ValueError(
+                f"only engine 'ort' knows the lines of a {type(model).__name__}; wrap it with "
+                "engine='ort'"
+            )
+        of_ort = cast("OrtModel", record)
+        with of_ort.held():  # another thread's call would be the last one
+            return source_lines(of_ort, self.profile(model, batch, **settings))
 
     def check(self, model: nn.Module) -> StepCheck:
         """See `ortlab.api.check`."""
@@ -557,6 +572,10 @@ class Session:
     def profile(self, model: nn.Module, batch: Any = None, **settings: Any) -> Profile:
         """See `ortlab.api.profile`."""
         return self._reports.profile(model, batch, **settings)
+
+    def lines(self, model: nn.Module, batch: Any = None, **settings: Any) -> SourceLines:
+        """See `ortlab.api.lines`."""
+        return self._reports.lines(model, batch, **settings)
 
     def check(self, model: nn.Module) -> StepCheck:
         """See `ortlab.api.check`."""

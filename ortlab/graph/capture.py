@@ -35,6 +35,10 @@ _GRADIENT, _SUM = "_Grad", "AccumulateGrad_"
 _CALL = re.compile(r"_\d+$")  # the exporter's suffix for a module's second and later calls
 
 
+Place = tuple[str, int]
+"""File of a line of code, and its number."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One operation of a graph.
@@ -52,6 +56,7 @@ class Node:
         source: Line of user code, outside of torch, that the node comes from ("model.py:12: return
             x + y"). Empty if the exporter did not record it. A gradient node has the line of its
             forward node.
+        place: File and number of that line; None if torch's capture did not record them.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Node:
     module: str
     of: str | None
     source: str = ""
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

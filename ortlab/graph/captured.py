@@ -32,11 +32,12 @@ from ortlab.engines.ort.onnx_model import (
     is_number,
     model_path,
     module_calls,
+    place_of,
     source_line,
 )
 from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
-from ortlab.graph.capture import Graphs, Node, Sessions, Stage
+from ortlab.graph.capture import Graphs, Node, Place, Sessions, Stage
 
 _ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
 """Dynamo's name of an argument of forward: its number or its name."""
@@ -186,6 +187,36 @@ def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
     return True
 
 
+def last_graphs(record: OrtModel) -> list[CompiledGraph]:
+    """Return the graphs of the last call of a model, forward before backward.
+
+    Args:
+        record: Record of the model.
+    """
+    last = record.last_graphs()
+    called = [*last.get("forward", ()), *last.get("inference", ())]
+    latest = max((graph.last_call for graph in called), default=0)
+    forward = [graph for graph in called if graph.last_call == latest]
+    trains = any(graph.phase == "forward" for graph in forward)
+    return [*forward, *last["backward"]] if trains else forward
+
+
+def last_step(record: OrtModel) -> tuple[Stage, dict[str, int], list[Place]]:
+    """Return the last call of a model: what ORT executed, its sizes, and its lines of code.
+
+    The lines are in the order in which torch captured them.
+
+    Args:
+        record: Record of the model.
+    """
+    graphs = last_graphs(record)
+    backward = [graph for graph in graphs if graph.phase == "backward"]
+    made, code = (
+        _Builder.of(record.module, stage, graphs, backward) for stage in ("execution", "captured")
+    )
+    return made.stage(), made.sizes, list(code.places)
+
+
 Origin = tuple[int, str]
 """The id of a segment and the name of an ONNX node, or of a graph and of an operator in torch."""
 
@@ -220,6 +251,8 @@ class _Builder:
     Attributes:
         sizes: Sizes of the last call, by the names that they have in the stage.
         origins: Nodes by what they are in the segments.
+        places: Lines of code, in the order of their first nodes that are no random draws: these
+            come first, wherever the model needs them.
     """
 
     @classmethod
@@ -245,6 +278,7 @@ class _Builder:
 
     def __init__(self, module: nn.Module, stage: str, backward: Iterable[CompiledGraph]) -> None:
         self.origins: dict[Origin, Node] = {}
+        self.places: dict[Place, None] = {}
         self._stage = stage
         self._saved = {graph.step.captured: _saved(graph) for graph in backward}
         self._modules = frozenset(n for n, _ in module.named_modules(remove_duplicate=False))
@@ -540,6 +574,9 @@ class _Builder:
             proto.name += "_recompute"
         elif not backward and made is not None:
             self._forward[key] = proto.name  # the last one gives the operator's result
+        place = None if made is None else place_of(made)
+        if made is not None and place is not None and not isinstance(made.target, Draw):
+            self.places[place] = None
         self._protos.append(proto)
         self.origins[origin] = node = Node(
             proto.name,
@@ -550,6 +587,7 @@ class _Builder:
             "" if made is None else self._module(made),
             self._forward.get(key) if linked else None,
             "" if made is None else _source(made),
+            place,
         )
         self._nodes.append(node)
 

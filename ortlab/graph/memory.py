@@ -245,7 +245,26 @@ class MemoryPlan:
             ValueError: If a size is missing or unknown.
         """
         found = self._bytes(sizes)
-        at = self._curve(found).argmax()
+        return self._held(found, int(self._curve(found).argmax()))
+
+    def saved(self, **sizes: int) -> list[Held]:
+        """Return the activations in memory when the backward pass begins, largest first.
+
+        Args:
+            **sizes: Values by the names in `dims`.
+
+        Raises:
+            ValueError: If a size is missing or unknown.
+        """
+        held = self._held(self._bytes(sizes), self.backward - 1)
+        return [each for each in held if each.tensor.kind == "activation"]
+
+    @property
+    def backward(self) -> int:
+        """Index of the first node of the backward pass."""
+        return next(i for i, node in enumerate(self.stage.nodes) if node.phase == "backward")
+
+    def _held(self, found: np.ndarray, at: int) -> list[Held]:
         held = [
             Held(tensor, int(size))
             for tensor, size in zip(self.tensors, found, strict=True)

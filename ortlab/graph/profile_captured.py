@@ -49,7 +49,7 @@ def profile(step: Step, record: OrtModel, steps: int) -> OrtProfile | None:
     if record.report().fallback_reason is not None:
         return None
     tell(f"timing {steps} steps in ORT")
-    graphs = _graphs(record)
+    graphs = captured.last_graphs(record)
     known = captured.executed(record.module, graphs)
     watched, plain = Clock(_CPU), Clock(_CPU)
     for _ in range(WARMUP + steps):
@@ -74,16 +74,6 @@ def profile(step: Step, record: OrtModel, steps: int) -> OrtProfile | None:
     joined = sum(node.us for node in nodes if node.node in names)
     share = joined / total if total else 1.0
     return OrtProfile(tuple(nodes), phases, plain.median_us(), watched.median_us(), share)
-
-
-def _graphs(record: OrtModel) -> list[CompiledGraph]:
-    """Return the graphs of the last call, forward before backward."""
-    last = record.last_graphs()
-    called = [*last.get("forward", ()), *last.get("inference", ())]
-    latest = max((graph.last_call for graph in called), default=0)
-    forward = [graph for graph in called if graph.last_call == latest]
-    trains = any(graph.phase == "forward" for graph in forward)
-    return [*forward, *last["backward"]] if trains else forward
 
 
 @dataclass

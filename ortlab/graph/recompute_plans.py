@@ -415,9 +415,7 @@ class RecomputePlans:
 
 def _after_forward(plan: MemoryPlan) -> int:
     """Return the bytes in memory when backward begins, minus those of an idle model."""
-    nodes = plan.stage.nodes
-    backward = next(i for i, node in enumerate(nodes) if node.phase == "backward")
-    return int(plan.curve()[backward - 1]) - plan.idle_bytes()
+    return int(plan.curve()[plan.backward - 1]) - plan.idle_bytes()
 
 
 def _within(inner: str, outer: str) -> bool:

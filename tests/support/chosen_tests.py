@@ -34,6 +34,7 @@ SLOW = (
     "graph/test_memory.py",
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
+    "graph/test_source_lines.py",
     "hf/",
     "metrics/test_rank_metrics.py",
     "notebook/test_bad_inputs.py",
@@ -56,6 +57,7 @@ PLAIN = (
     "graph/test_memory.py",
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
+    "graph/test_source_lines.py",
     "notebook/test_kernel.py",
     "test_cli.py",
     "test_notebooks.py::test_finetune_bert_beats_the_majority",
@@ -80,6 +82,7 @@ RULES = (
     "graph/test_memory.py::test_a_step_takes_what_was_predicted[ort]",
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
+    "graph/test_source_lines.py",
     "zoo/test_sweep.py",
 )
 """Tests of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""

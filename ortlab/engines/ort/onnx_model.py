@@ -149,8 +149,18 @@ def source_line(node: fx.Node) -> str:
     Args:
         node: Node with the metadata of Dynamo's capture.
     """
+    place = place_of(node)
+    return "" if place is None else short_place(*place)
+
+
+def place_of(node: fx.Node) -> tuple[str, int] | None:
+    """Return the file and the number of the line that a node belongs to; None if unknown.
+
+    Args:
+        node: Node with the metadata of Dynamo's capture.
+    """
     file, line, _ = _innermost(node)
-    return short_place(file, int(line)) if file else ""
+    return (file, int(line)) if file else None
 
 
 def code_line(node: fx.Node) -> str:

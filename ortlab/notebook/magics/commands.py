@@ -152,6 +152,16 @@ COMMANDS = {
             extra=(Option("--batch", "input of the model", kind="batch"),),
         ),
         Command(
+            "lines",
+            "Show the code of a model with the time and the memory that each line takes.",
+            "For models on engine ort: time of the line's operators and of their gradients, saved "
+            "activations, and whether ORT or torch runs it; a click on a line lists its nodes. "
+            "`l = %ort lines model` gives l.nodes('model.py:12').",
+            (Positional("model", "wrapped", "a wrapped model"),),
+            settings=ProfileSettings,
+            extra=(Option("--batch", "input of the model", kind="batch"),),
+        ),
+        Command(
             "panel",
             "Show the settings of a run, or of a model before its run, as controls.",
             "Each shows what a change costs, or why a value is not available. With data, the panel "

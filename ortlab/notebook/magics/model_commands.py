@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute_plans import RecomputePlans
+    from ortlab.graph.source_lines import SourceLines
     from ortlab.notebook.magics.parsing import ParsedCommand
     from ortlab.notebook.magics.variables import Variables
     from ortlab.plan.zero_memory import ZeroPlan
@@ -107,6 +108,12 @@ class ModelCommands:
         model = self._variables.model(given.words["model"])
         with progress():
             return session.profile(model, self._variables.batch(given), **given.settings)
+
+    def lines(self, given: ParsedCommand) -> SourceLines:
+        """Return the code of a model with the time and the memory of each line."""
+        model = self._variables.model(given.words["model"])
+        with progress():
+            return session.lines(model, self._variables.batch(given), **given.settings)
 
     def zero(self, given: ParsedCommand) -> ZeroPlan:
         """Return the memory that training takes on each GPU at ZeRO's stages."""

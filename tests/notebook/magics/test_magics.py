@@ -695,6 +695,25 @@ def test_a_batch_makes_the_graphs_of_a_new_model(ip: Typist) -> None:
     assert "does not fit forward" in ip.refused("y = x, x, x, x\n%ort graph model --batch y")
 
 
+def test_lines_show_the_code_of_a_cell(ip: Typist) -> None:
+    ip(
+        "class Own(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return torch.sin(super().forward(x))\n"
+        "model, other = Own(4, 2), Own(4, 2)\n"
+        "x = torch.randn(3, 4)\n"
+        "%ort wrap model --engine ort"
+    )
+    assert "wrap it with engine='ort'" in ip.refused("%ort lines other")
+    assert "give a batch" in ip.refused("%ort lines model")
+    given = ip("kept = %ort lines model --batch x --steps 1\nkept")
+    assert "Own.forward in cell " in given
+    assert re.search(r"ORT +3      return torch\.sin\(super\(\)\.forward\(x\)\)$", given, re.M)
+    assert {node.op for node in ip["kept"].lines[0].nodes} >= {"Sin", "Gemm"}
+    assert ip.completions("%ort lines ") == ["model"]
+    assert "--steps N" in ip("%ort lines --help")
+
+
 @needs_ort
 def test_profile_refuses_in_a_line(ip: Typist) -> None:
     ip("model, other = Net(), Net()\n%ort wrap model --cache off\ndata = batches()")
