@@ -26,6 +26,7 @@ from ortlab.engines.base import (
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import base
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher, TakeOver, is_swapped, swapped
+from ortlab.engines.outer_compile import untraced
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -261,4 +262,4 @@ def _forward_like(model: nn.Module, execution: GraphDispatcher) -> Callable[...,
     def forward(*args: Any, **kwargs: Any) -> Any:
         return execution.forward(args, kwargs)
 
-    return forward
+    return untraced(forward)
