@@ -23,6 +23,7 @@ from tests.support.chosen_tests import LONG, PLAIN, RULES, SLOW
 # The kernels and scripts that tests start inherit them.
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    KERAS_BACKEND="torch",
     MPLBACKEND="agg",
     OMP_WAIT_POLICY="passive",  # files run side by side: no thread may spin on another's core
     TOKENIZERS_PARALLELISM="false",

@@ -43,6 +43,9 @@ _MOST_PLACES = 5
 _MOST_REMARKS = 5
 """Remarks on a model that the table shows."""
 
+_KERAS = ("keras", "tensorflow", "tf_keras")
+"""Packages whose models are torch modules on Keras's torch backend alone."""
+
 
 @dataclass(frozen=True)
 class WrappedEntry:
@@ -578,6 +581,8 @@ def check_model(name: str, value: object) -> nn.Module:
     if isinstance(value, type):
         raise ValueError(f"{name} is the class {value.__name__}; create an instance of it")
     advice = "; bind one of its models to a name" if _models_inside(value) else ""
+    if any(base.__module__.partition(".")[0] in _KERAS for base in type(value).__mro__):
+        advice = '; set os.environ["KERAS_BACKEND"] = "torch" before keras is imported'
     kind = type(value).__name__
     article = "an" if kind[0] in "aeiouAEIOU" else "a"
     raise ValueError(f"{name} is {article} {kind}, not a torch.nn.Module{advice}")
