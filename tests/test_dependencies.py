@@ -19,6 +19,7 @@ PERMITTED = {
     "Academic Free License (AFL)",
     "Apache 2.0",
     "Apache 2.0 License",
+    "Apache License 2.0",
     "Apache License, Version 2.0",
     "Apache Software License",
     "Apache Software License 2.0",
@@ -47,6 +48,7 @@ PERMITTED = {
 
 UNSAID = {
     "atheris": "Apache-2.0 by the LICENSE file in its sources; tests alone use it",
+    "namex": "Apache-2.0 by its own LICENSE file; Keras needs it, which tests alone use",
 }
 """Packages whose metadata names no license: the license, and where it is stated."""
 
