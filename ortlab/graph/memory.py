@@ -248,7 +248,7 @@ class MemoryPlan:
         return self._held(found, int(self._curve(found).argmax()))
 
     def saved(self, **sizes: int) -> list[Held]:
-        """Return the activations in memory when the backward pass begins, largest first.
+        """Return the activations that the forward pass leaves in memory, largest first.
 
         Args:
             **sizes: Values by the names in `dims`.
@@ -256,8 +256,11 @@ class MemoryPlan:
         Raises:
             ValueError: If a size is missing or unknown.
         """
-        held = self._held(self._bytes(sizes), self.backward - 1)
-        return [each for each in held if each.tensor.kind == "activation"]
+        begin = self.backward
+        held = self._held(self._bytes(sizes), begin)
+        return [
+            each for each in held if each.tensor.kind == "activation" and each.tensor.born < begin
+        ]
 
     @property
     def backward(self) -> int:

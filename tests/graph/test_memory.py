@@ -104,6 +104,28 @@ def test_a_graph_counted_by_hand() -> None:
     assert without.idle_bytes(batch=rows) == always - 64  # a single moment
 
 
+def test_what_forward_leaves_counted_by_hand() -> None:
+    """What dies with the first node of the backward pass, and not what that node computes again."""
+    node = helper.make_node
+    nodes = [
+        node("Relu", ["x"], ["a"], "relu"),
+        node("Exp", ["a"], ["b"], "exp"),
+        node("YieldOp", ["b"], ["b_grad"], "yield", domain="com.microsoft"),
+        node("Tanh", ["a"], ["t"], "tanh_recompute"),
+        node("Mul", ["b_grad", "t"], ["x_grad"], "mul"),
+    ]
+
+    def value(name: str) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["x_dim0", 4])
+
+    graph = helper.make_graph(
+        nodes, "by hand", [value("x")], [value("x_grad")], value_info=[*map(value, "abt")]
+    )
+    plan = MemoryPlan(Stage("execution", helper.make_model(graph), frozenset({""}), set()), {})
+    saved = plan.saved(batch=10)
+    assert [(held.tensor.name, held.size_bytes) for held in saved] == [("a", 160), ("b", 160)]
+
+
 def test_buffers_of_sessions_counted_by_hand() -> None:
     """Two sessions with an operator in torch between, of rows that all take 4 bytes."""
     rows = [
