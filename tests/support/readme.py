@@ -47,7 +47,7 @@ def index() -> str:
     lines = [
         "# Tutorials",
         "",
-        "In reading order; each takes three minutes at most on two cores. Shift+Enter runs a cell.",
+        "In reading order; each takes four minutes at most on two cores. Shift+Enter runs a cell.",
         "",
     ]
     for path in sorted(INDEX.parent.glob("*.ipynb")):
