@@ -29,7 +29,6 @@ from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.recompute import NOTHING, Recompute
 from ortlab.engines.ort.segments import OrtSegment
 from ortlab.engines.ort.session import SILENT
-from ortlab.engines.outer_compile import untraced
 from ortlab.engines.self_check import (
     Call,
     Observed,
@@ -209,7 +208,6 @@ class OrtModel:
         )
         return compiled
 
-    @untraced
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward pass in ORT.
 

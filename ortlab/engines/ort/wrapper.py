@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ortlab.engines import outer_compile
 from ortlab.engines.ort.model import OrtModel
 from ortlab.settings import EngineSettings
 
@@ -50,7 +51,7 @@ class _Original:
 def _forward_of(record: OrtModel) -> Callable[..., Any]:
     @functools.wraps(record.module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return record.forward(args, kwargs)
+        return outer_compile.apart(record, args, kwargs)
 
     return forward
 

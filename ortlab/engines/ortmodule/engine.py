@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ortlab.engines import outer_compile
 from ortlab.engines.base import (
     Capabilities,
     Cost,
@@ -26,7 +27,6 @@ from ortlab.engines.base import (
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import base
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher, TakeOver, is_swapped, swapped
-from ortlab.engines.outer_compile import untraced
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -260,6 +260,8 @@ def _rewrap(
 def _forward_like(model: nn.Module, execution: GraphDispatcher) -> Callable[..., Any]:
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if outer_compile.is_possible():
+            return outer_compile.apart(execution, args, kwargs)
         return execution.forward(args, kwargs)
 
-    return untraced(forward)
+    return forward
