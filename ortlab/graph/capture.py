@@ -137,6 +137,12 @@ class Stage:
         """
         return Stage(self.name, model, self._modules, self._trained, self._before)
 
+    @property
+    def backward(self) -> int:
+        """Index of the first node of the backward pass; the number of nodes if there is none."""
+        at = (i for i, node in enumerate(self.nodes) if node.phase == "backward")
+        return next(at, len(self.nodes))
+
     def is_view(self, node: Node) -> bool:
         """Return True if the output of a node shares the memory of its first input.
 

@@ -32,8 +32,6 @@ from ortlab.engines.ort.onnx_model import (
     is_number,
     model_path,
     module_calls,
-    place_of,
-    source_line,
 )
 from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
@@ -42,7 +40,7 @@ from ortlab.graph.capture import Graphs, Node, Place, Sessions, Stage
 _ARGUMENT: Final = re.compile(r"l_(?:kwargs_)?(?:args_(\d+)|(.+?))_?", re.IGNORECASE)
 """Dynamo's name of an argument of forward: its number or its name."""
 
-_TORCH: Final = "torch"
+TORCH: Final = "torch"
 """Domain of the operators that torch runs, and of all operators of the captured graph."""
 
 _TYPES: Final = ONNX_TYPES | {
@@ -61,7 +59,7 @@ def _operator_name(target: Any) -> str:
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
 
-_TORCH_VIEWS: Final = frozenset(f"{_TORCH}.{_operator_name(target)}" for target in FREE)
+_TORCH_VIEWS: Final = frozenset(f"{TORCH}.{_operator_name(target)}" for target in FREE)
 """Operators in torch whose results are views."""
 
 Names = Any
@@ -513,7 +511,7 @@ class _Builder:
             [each for each in flat if each],
             [each or "" for each in results],
             self._node_name(node, node.name),
-            domain=_TORCH,
+            domain=TORCH,
             **_numbers(node),
         )
         self._add(proto, node, (id(module), node.name))
@@ -574,7 +572,8 @@ class _Builder:
             proto.name += "_recompute"
         elif not backward and made is not None:
             self._forward[key] = proto.name  # the last one gives the operator's result
-        place = None if made is None else place_of(made)
+        line = None if made is None else code_line(made)
+        place = None if line is None else (line.file, line.number)
         if made is not None and place is not None and not isinstance(made.target, Draw):
             self.places[place] = None
         self._protos.append(proto)
@@ -586,7 +585,7 @@ class _Builder:
             self._phase,
             "" if made is None else self._module(made),
             self._forward.get(key) if linked else None,
-            "" if made is None else _source(made),
+            "" if line is None else f"{line.place}: {line.text}",
             place,
         )
         self._nodes.append(node)
@@ -670,11 +669,6 @@ def _saved(backward: CompiledGraph) -> int:
     """Return the number of results of the forward pass, the last ones, that it saves."""
     inputs = (node for node in backward.division.module.graph.nodes if node.op == "placeholder")
     return sum(not node.name.startswith(TANGENTS) for node in inputs)
-
-
-def _source(node: fx.Node) -> str:
-    place = source_line(node)
-    return f"{place}: {code_line(node)}" if place else ""
 
 
 def _maker(name: str) -> str:

@@ -117,7 +117,7 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
     held = set(stage.parameters.values())
     for value in stage.model.graph.input:
         if value.name.startswith(TANGENTS):
-            born = next((i for i, node in enumerate(nodes) if node.phase == "backward"), end)
+            born = stage.backward
             dies = last.get(value.name, born)
             yield Tensor(value.name, "gradient", "", "", born, dies, value.name)
         elif value.name not in held:

@@ -256,16 +256,11 @@ class MemoryPlan:
         Raises:
             ValueError: If a size is missing or unknown.
         """
-        begin = self.backward
+        begin = self.stage.backward
         held = self._held(self._bytes(sizes), begin)
         return [
             each for each in held if each.tensor.kind == "activation" and each.tensor.born < begin
         ]
-
-    @property
-    def backward(self) -> int:
-        """Index of the first node of the backward pass."""
-        return next(i for i, node in enumerate(self.stage.nodes) if node.phase == "backward")
 
     def _held(self, found: np.ndarray, at: int) -> list[Held]:
         held = [
@@ -350,17 +345,15 @@ class MemoryPlan:
         Raises:
             ValueError: If a size is missing or unknown.
         """
-        found = self._bytes(sizes)
-        nodes = self.stage.nodes
-        split = next((i for i, n in enumerate(nodes) if n.phase == "backward"), len(nodes))
+        found, end = self._bytes(sizes), len(self.stage.nodes)
         return timeline.svg(
             [
                 timeline.Area(t.label, t.kind, t.module, t.born, t.dies, int(size))
                 for t, size in zip(self.tensors, found, strict=True)
                 if size
             ],
-            length=len(nodes) + 1,
-            phases=(("forward", 0), ("backward", split), ("", len(nodes))),
+            length=end + 1,
+            phases=(("forward", 0), ("backward", self.stage.backward), ("", end)),
             kinds=KINDS,
         )
 

@@ -415,7 +415,7 @@ class RecomputePlans:
 
 def _after_forward(plan: MemoryPlan) -> int:
     """Return the bytes in memory when backward begins, minus those of an idle model."""
-    return int(plan.curve()[plan.backward - 1]) - plan.idle_bytes()
+    return int(plan.curve()[plan.stage.backward - 1]) - plan.idle_bytes()
 
 
 def _within(inner: str, outer: str) -> bool:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from ortlab.engines.ort.model import OrtModel
-from ortlab.graph import captured
 from ortlab.graph.capture import Node, Place, Stage
+from ortlab.graph.captured import TORCH, last_step
 from ortlab.graph.memory import MemoryPlan, plan_of
 from ortlab.graph.profile import Profile
 from ortlab.settings import unknown_name
@@ -28,7 +28,6 @@ from ortlab.utils.errors import short_place
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table, escaped
 
-_TORCH: Final = "torch"
 _FOLDED: Final = 4
 """Lines without operators from which on they are folded."""
 _MOST_NODES: Final = 12
@@ -75,8 +74,8 @@ class SourceLine:
 
     @property
     def runs_in(self) -> str:
-        """What runs its operators: "ORT", "torch", or "ORT, torch"; empty if there are none."""
-        return ", ".join(sorted({_TORCH if _is_torch(node) else "ORT" for node in self.nodes}))
+        """Runtime of its operators: "ORT", "torch" or "ORT, torch"; empty without operators."""
+        return ", ".join(sorted({TORCH if _is_torch(node) else "ORT" for node in self.nodes}))
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class SourceLines:
             if place in found
         }
         self.functions = tuple(_functions(lines))
-        self._known = {short_place(file, number): line for (file, number), line in lines.items()}
+        self._lines = lines
 
     def _line(
         self, number: int, nodes: Sequence[Node], stage: Stage, saved: Mapping[str, int]
@@ -150,7 +149,7 @@ class SourceLines:
     @property
     def lines(self) -> tuple[SourceLine, ...]:
         """Lines that cause operators."""
-        return tuple(self._known.values())
+        return tuple(self._lines.values())
 
     @property
     def joined(self) -> float:
@@ -167,8 +166,11 @@ class SourceLines:
         Raises:
             ValueError: If the line causes no operators.
         """
-        if place not in self._known:
-            raise ValueError(f"{place!r}: {unknown_name(place, self._known)}")
+        known: defaultdict[str, list[Node]] = defaultdict(list)
+        for at, line in self._lines.items():  # files in two folders can have the same name
+            known[short_place(*at)] += line.nodes
+        if place not in known:
+            raise ValueError(f"{place!r}: {unknown_name(place, known)}")
         columns: list[Column[Node]] = [
             Column("node", lambda node: node.name),
             Column("operator", lambda node: node.op),
@@ -176,20 +178,16 @@ class SourceLines:
             Column("phase", lambda node: node.phase),
             Column("us", lambda node: f"{self._us.get(node.name, 0.0):.0f}", number=True),
         ]
-        return Table(self._known[place].nodes, columns)
+        return Table(known[place], columns)
 
     def __repr__(self) -> str:
         parts = [self._profile.headline, *self._notes()]
-        heads = (*(f"{phase} ms" for phase in self._profile.phases), "saved", "runs in")
         for function in self.functions:
-            parts += [
-                "",
-                f"{function.name} in {escaped(function.place)}",
-            ]
-            rows = [heads, *(self._cells(line) for line in function.lines)]
+            parts += ["", f"{function.name} in {escaped(function.place)}"]
+            rows = [self._heads, *(self._cells(line) for line in function.lines)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             gap = " " * (sum(widths) + 2 * len(widths))
-            parts.append("  ".join(map(str.rjust, heads, widths)))
+            parts.append("  ".join(map(str.rjust, self._heads, widths)))
             for part in _folded(function.lines):
                 if len(part) > 1:
                     parts.append(f"{gap}{'...':>5}")
@@ -203,17 +201,16 @@ class SourceLines:
         told = (*self._notes(), "a click on a line shows the nodes that compute it")
         notes = "<br>".join(map(html.escape, told))
         most = max((sum(line.us.values()) for line in self.lines), default=0.0) or 1.0
-        heads = ["", "", *(f"{phase} ms" for phase in self._profile.phases), "saved", "runs in"]
-        head = f'<div class="row head">{"".join(f"<span>{each}</span>" for each in heads)}</div>'
+        heads = "".join(f"<span>{each}</span>" for each in ("", "", *self._heads))
+        head = f'<div class="row head">{heads}</div>'
         functions = "".join(
             f"<h4>{html.escape(function.name)} <small>in "
             f"{html.escape(function.place)}</small></h4>{head}"
             + "".join(self._part(part, most) for part in _folded(function.lines))
             for function in self.functions
         )
-        columns = len(self._profile.phases) + 1
         return (
-            f'{_STYLE}<div class="ortlab-lines" style="--columns: {columns}">'
+            f'{_STYLE}<div class="ortlab-lines" style="--columns: {len(self._heads) - 1}">'
             f"<p><b>{html.escape(self._profile.headline)}</b></p><p>{notes}</p>{functions}</div>"
         )
 
@@ -233,12 +230,12 @@ class SourceLines:
 
     def _row(self, line: SourceLine, most: float, tag: str = "div") -> str:
         cells = [f"<span>{cell}</span>" for cell in self._cells(line)]
-        if _TORCH in line.runs_in:
+        if TORCH in line.runs_in:
             cells[-1] = f'<span class="torch">{line.runs_in}</span>'
         width = f"{sum(line.us.values()) / most:.1%}"
         bar = f"linear-gradient(to right, {_BAR} {width}, transparent {width})"
         style = f' style="background: {bar}"' if line.nodes else ""
-        code = f'<span class="code"{style}>{html.escape(escaped(line.code)) or " "}</span>'
+        code = f"<span{style}>{html.escape(escaped(line.code)) or ' '}</span>"
         kind = "row" if line.nodes else "row plain"
         return f'<{tag} class="{kind}"><span>{line.number}</span>{code}{"".join(cells)}</{tag}>'
 
@@ -255,10 +252,14 @@ class SourceLines:
             names.append(f"and {len(nodes) - _MOST_NODES} more")
         return f"<li>{phase}: {', '.join(names)}</li>"
 
+    @property
+    def _heads(self) -> tuple[str, ...]:
+        return (*(f"{phase} ms" for phase in self._profile.phases), "saved", "runs in")
+
     def _cells(self, line: SourceLine) -> tuple[str, ...]:
-        """Return what a line costs, as text."""
+        """Return what a line costs, as text below `_heads`."""
         if not line.nodes:
-            return ("",) * (len(self._profile.phases) + 2)
+            return ("",) * len(self._heads)
         times = (f"{line.us.get(phase, 0.0) / 1000:.2f}" for phase in self._profile.phases)
         return (*times, memory(line.saved_bytes) if line.saved_bytes else "", line.runs_in)
 
@@ -283,15 +284,15 @@ def source_lines(record: OrtModel, profile: Profile) -> SourceLines:
         ValueError: If torch runs the model.
     """
     if profile.ort is None:
-        raise ValueError(f"the model runs in torch: {'; '.join(profile.notes)}")
-    stage, sizes, order = captured.last_step(record)
+        raise ValueError(f"the model runs in eager torch: {record.report().fallback_reason}")
+    stage, sizes, order = last_step(record)
     trains = "backward" in profile.phases
     plan = plan_of(stage, sizes, record.module, "adamw") if trains else None
     return SourceLines(profile, stage, order, plan)
 
 
 def _is_torch(node: Node) -> bool:
-    return node.op.startswith(f"{_TORCH}.")
+    return node.op.startswith(f"{TORCH}.")
 
 
 def _folded(lines: Sequence[SourceLine]) -> Iterator[Sequence[SourceLine]]:

@@ -149,6 +149,7 @@ def test_a_run_trains_as_in_eager_torch() -> None:
         )
         run.result(timeout=300)
         found[engine] = list(losses(run))
+    assert any(line.startswith("ORT ") for line in run.status().lines)
     assert len(found["ort"]) == 6
     assert found["ort"] == pytest.approx(found["eager"], rel=1e-4)
 

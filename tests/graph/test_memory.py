@@ -105,7 +105,7 @@ def test_a_graph_counted_by_hand() -> None:
 
 
 def test_what_forward_leaves_counted_by_hand() -> None:
-    """What dies with the first node of the backward pass, and not what that node computes again."""
+    """Tensors that the backward pass reads are saved, those that it computes again are not."""
     node = helper.make_node
     nodes = [
         node("Relu", ["x"], ["a"], "relu"),

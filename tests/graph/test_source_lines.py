@@ -161,6 +161,40 @@ def test_code_that_was_edited_is_shown_as_it_was_captured(tmp_path: Path) -> Non
     assert "torch.sin" not in text
 
 
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    parts = []
+    for folder, function in (("one", "tanh"), ("two", "sin")):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "own.py"
+        path.write_text(CODE.replace("tanh", function))
+        parts.append(imported(path).Own(6, 6))
+    found = ortlab.lines(wrapped(nn.Sequential(*parts)), torch.randn(3, 6), steps=1)
+    assert found.joined >= 0.95
+    assert [each.name for each in found.functions] == ["Own.forward"] * 2
+    makers = {node.name.partition("/")[0] for node in found.nodes("own.py:7")}
+    assert {"tanh_backward", "sin"} <= makers
+
+
+class Skipped(nn.Module):
+    """A model that Dynamo does not capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(IN, 4)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made
+
+
+def test_a_model_in_eager_torch_says_why() -> None:
+    with pytest.raises(
+        ValueError, match=r"^the model runs in eager torch: torch captured no graph"
+    ):
+        ortlab.lines(wrapped(Skipped()), torch.randn(4, IN), steps=1)
+
+
 def test_models_without_lines() -> None:
     with pytest.raises(ValueError, match="wrap it with engine='ort'"):
         ortlab.lines(Net(), torch.randn(4, IN))

@@ -134,10 +134,10 @@ class _Ran:
 
 @dataclass(frozen=True)
 class _Past:
-    """What a model had done when a run began.
+    """Totals of a model at the beginning of a run.
 
     Attributes:
-        graphs: What each graph had run.
+        graphs: Totals of each graph.
         outside_s: Seconds of calls outside of the graphs.
         check_s: Seconds of checks.
         notes: Number of notes.

@@ -141,41 +141,42 @@ def model_path(path: str) -> str:
     return _ROOT.sub("", path)
 
 
-def source_line(node: fx.Node) -> str:
-    """Return the innermost line of code, outside of torch, that a node belongs to; "" if unknown.
+class CodeLine(NamedTuple):
+    """A line of code: its file, its number, starting at 1, and its text."""
+
+    file: str
+    number: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        """Location as people read it: "model.py:12", or "cell 2, line 9" in a notebook."""
+        return short_place(self.file, self.number)
+
+
+def code_line(node: fx.Node) -> CodeLine | None:
+    """Return the innermost line of code, outside of torch, that a node belongs to; None if unknown.
 
     Dynamo leaves out the lines of torch's own modules. A gradient has the line of its operator.
 
     Args:
         node: Node with the metadata of Dynamo's capture.
     """
-    place = place_of(node)
-    return "" if place is None else short_place(*place)
-
-
-def place_of(node: fx.Node) -> tuple[str, int] | None:
-    """Return the file and the number of the line that a node belongs to; None if unknown.
-
-    Args:
-        node: Node with the metadata of Dynamo's capture.
-    """
-    file, line, _ = _innermost(node)
-    return (file, int(line)) if file else None
-
-
-def code_line(node: fx.Node) -> str:
-    """Return the code of the line that a node belongs to; "" if unknown.
-
-    Args:
-        node: Node with the metadata of Dynamo's capture.
-    """
-    return _innermost(node)[2].strip()
-
-
-def _innermost(node: fx.Node) -> tuple[str, str, str]:
-    """Return the file, number and code of the innermost line that a node belongs to."""
     lines = _TRACE_LINE.findall(str(node.meta.get("stack_trace") or ""))
-    return lines[-1] if lines else ("", "", "")
+    if not lines:
+        return None
+    file, number, text = lines[-1]
+    return CodeLine(file, int(number), text.strip())
+
+
+def source_line(node: fx.Node) -> str:
+    """Return the place of the line of code that a node belongs to, see `code_line`; "" if unknown.
+
+    Args:
+        node: Node with the metadata of Dynamo's capture.
+    """
+    line = code_line(node)
+    return "" if line is None else line.place
 
 
 # Lowering

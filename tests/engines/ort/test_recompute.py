@@ -85,10 +85,22 @@ def step(model: nn.Module, *inputs: Tensor) -> float:
 
 def assert_equal(model: Any, reference: nn.Module, *inputs: Tensor) -> None:
     assert step(model, *inputs) == pytest.approx(step(reference, *inputs), rel=1e-5)
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert_same_gradients(model, reference)
     for (name, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def assert_same_gradients(model: Any, reference: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def assert_each_has_gradients_of(reference: nn.Module, model: Any, losses: list[Tensor]) -> None:
+    """Run the backward passes of several losses, the last one first."""
+    for loss in reversed(losses):
+        model.zero_grad()
+        loss.backward()
+        assert_same_gradients(model, reference)
 
 
 def configure(model: Any, **settings: Any) -> None:
@@ -164,11 +176,7 @@ def test_a_change_captures_nothing_and_spares_earlier_forward_passes() -> None:
         losses.append(model(tokens(4)).sin().sum())
     assert len(record._backend.graphs) == made + 4
     step(reference, tokens(4))
-    for loss in reversed(losses):
-        model.zero_grad()
-        loss.backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    assert_each_has_gradients_of(reference, model, losses)
     configure(model, activation_budget=0.3, recompute="off")  # made already
     assert_equal(model, reference, tokens(4))
     assert len(record._backend.graphs) == made + 4
@@ -191,11 +199,7 @@ def test_plans_that_store_as_many_tensors_are_told_apart() -> None:
     )
     assert first == second
     step(reference, tokens(4))
-    for loss in reversed(losses):
-        model.zero_grad()
-        loss.backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    assert_each_has_gradients_of(reference, model, losses)
 
 
 class Cheap(nn.Module):
