@@ -34,7 +34,13 @@ def test_a_compiled_step_trains_as_in_eager_torch(engine: str) -> None:
         loss.backward()
         return loss.detach() + 1
 
-    compiled = torch.compile(step, backend="eager")
+    traced: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        traced.extend(str(node.meta.get("stack_trace")) for node in module.graph.nodes)
+        return module.forward
+
+    compiled = torch.compile(step, backend=backend)
     losses: list[list[float]] = [[], []]
     for rows in (8, 8, 5):
         x, y = torch.randn(rows, 6), torch.randint(0, 4, (rows,))
@@ -46,10 +52,13 @@ def test_a_compiled_step_trains_as_in_eager_torch(engine: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for buffer, expected in zip(model.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(buffer, expected)
+    assert any(__file__ in each for each in traced)
     record: Any = wrapped_model(model)
     report = record.report()
     assert report.engine_used == engine
-    assert any(note.startswith("checked on [8, 6]") for note in report.notes) or engine != "ort"
+    if engine == "ort":
+        assert not any("engines/ort" in each for each in traced)
+        assert any(note.startswith("checked on [8, 6]") for note in report.notes)
 
 
 @of_each_engine
