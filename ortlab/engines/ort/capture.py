@@ -25,6 +25,7 @@ from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
 from ortlab.engines.ort.onnx_model import TANGENTS, is_number, tensors_in
 from ortlab.engines.ort.recompute import NOTHING, JointGraph, Recompute
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, OF_MODEL, Division, divide
+from ortlab.engines.ort.unused_outputs import UnusedOutputs
 from ortlab.settings import unknown_name
 from ortlab.utils import warn_once
 from ortlab.utils.files import write_private
@@ -226,7 +227,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             partition_fn=step.partition,
             decompositions=decompositions(),
         )(module, inputs)
-        return compiled
+        return step.watching(compiled)
 
     def compiled(
         self, phase: Phase, module: fx.GraphModule, step: Step, recompute: Recompute
@@ -319,12 +320,22 @@ class Step:
         self._pairs: dict[Recompute, _Pair] = {}
         self._by_inputs: dict[int, _Pair] = {}
         self._metadata: Any = None
+        self._unused: UnusedOutputs | None = None
+
+    def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return AOTAutograd's function, which tells which outputs a backward pass uses.
+
+        Args:
+            run: The function that AOTAutograd made of this step.
+        """
+        return run if self._unused is None else self._unused.watching(run, self._metadata)
 
     def partition(self, joint: fx.GraphModule, _: Sequence[Any], **options: Any) -> Any:
         """Divide the joint graph into forward and backward pass."""
         draws.take_out(joint)
         self._joint = JointGraph(joint, options)
         self._results = options["num_fwd_outputs"]
+        self._unused = UnusedOutputs(joint, self._results, self.captured.tensors)
         self.unmet = self._unmet(self._recompute)
         return self._joint.partitioned(self._recompute)
 
@@ -375,6 +386,15 @@ class Step:
             plan: Plan, see `plan_names`.
         """
         return 0 if self._joint is None else self._joint.calls_of(plan)
+
+    def zero_gradients(self, module: nn.Module) -> list[str]:
+        """Return the parameters whose gradient was zero where eager torch's is None.
+
+        Args:
+            module: Module that was captured.
+        """
+        names = self.captured.names_in(module)
+        return [names[number] for number in self._unused.zeros] if self._unused else []
 
     def _exchange(self, recompute: Recompute) -> None:
         """Use the graphs that belong to `recompute`."""
@@ -447,7 +467,8 @@ class Step:
             numbers = arguments[end].tolist()
             del arguments[end : end + 1 + pair.empty]
             arguments[: self._numbers] = numbers
-        return pair.backward(arguments)
+        assert self._unused is not None
+        return self._unused.without(pair.backward(arguments))
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[..., Any]:

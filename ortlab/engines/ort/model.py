@@ -81,7 +81,7 @@ _OF_CAPTURE: Final = (
 """Modules that raise errors of a capture; eager torch calls none of them."""
 
 _MOST_MOVES: Final = 20
-_MOST_LINES: Final = 3
+_FEW: Final = 3
 
 
 class CaptureFailed(Concise, RuntimeError):
@@ -525,7 +525,7 @@ class OrtModel:
         graphs = self._backend.graphs
         remarks = list(self._remarks)
         if self._fallback is None:
-            remarks += [*self._parts(past), *self._stored()]
+            remarks += [*self._parts(past), *self._stored(), *self._zero_gradients()]
         return Report(
             engine_used="eager" if self._fallback else "ort",
             fallback_reason=self._fallback,
@@ -565,6 +565,17 @@ class OrtModel:
                 return [f"recompute has no effect: {graph.step.unmet}"]
         stored = sum(graph.stored_bytes() for graph in last["backward"])
         return [f"recompute: {memory(stored)} stored for the backward pass"] if stored else []
+
+    def _zero_gradients(self) -> list[str]:
+        """Return a line on parameters whose gradient is zero where eager torch's is None."""
+        steps = {graph.step for graph in self._backend.graphs}
+        names = sorted({name for step in steps for name in step.zero_gradients(self.module)})
+        if not names:
+            return []
+        return [
+            f"gradient zero where eager torch's is None: {_few(names)}; the loss uses no output "
+            "that depends on it, and it has a hook"
+        ]
 
     def configure(self, settings: EngineSettings) -> None:
         """See `WrappedModel.configure`."""
@@ -611,10 +622,12 @@ def _is_low(module: nn.Module) -> bool:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    if not lines:
-        return ""
-    more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-    return f" at {', '.join(lines[:_MOST_LINES])}{more}"
+    return f" at {_few(lines)}" if lines else ""
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return f"{', '.join(names[:_FEW])}{more}"
 
 
 def _is_of_capture(error: Exception) -> bool:
