@@ -469,14 +469,14 @@ def trainer_conflict(stage: int, model: EngineSettings) -> str | None:
 
 def _trainer_rules(stage: int, model: EngineSettings) -> _Rules:
     yield (
-        model.engine not in ("eager", "ortmodule"),
+        model.engine not in ("eager", "ort", "ortmodule"),
         f"zero_stage={stage} with engine={model.engine!r} is not tested in a Trainer; choose "
-        "engine='eager' or engine='ortmodule'",
+        "engine='eager' or engine='ort'",
     )
     yield (
-        stage == 3 and model.engine == "ortmodule",
-        "zero_stage=3 with engine='ortmodule': it reads all weights of the model at once, so every "
-        "process would need all of them; choose zero_stage=2, or engine='eager'",
+        stage == 3 and model.engine != "eager",
+        f"zero_stage=3 with engine={model.engine!r}: it reads all weights of the model at once, so "
+        "every process would need all of them; choose zero_stage=2, or engine='eager'",
     )
     yield (
         model.precision != "fp32",

@@ -75,7 +75,9 @@ def _engine(name: str) -> Engine:
     return engines[name]
 
 
-def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
+def resolved(
+    settings: S, *, missing: str | None = None, in_torch: str | None = None
+) -> tuple[S, str]:
     """Return settings whose engine is not "auto".
 
     The engine "auto" is the first of ``ortmodule`` and ``ort`` that runs on this machine with the
@@ -86,7 +88,8 @@ def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
 
     Args:
         settings: Settings of a run or of a wrapped model.
-        missing: Why the ORT engine cannot run here, if that is known already.
+        missing: Why ``ortmodule`` cannot run here, if that is known already.
+        in_torch: Why neither of both may run the model.
 
     Returns:
         The settings with the name of the engine that runs, and the reason of the choice; "" if
@@ -94,28 +97,32 @@ def resolved(settings: S, *, missing: str | None = None) -> tuple[S, str]:
     """
     if _of_model(settings).engine != AUTO:
         return settings, ""
-    chosen, why, _ = _auto(settings, missing)
+    chosen, why, _ = _auto(settings, missing, in_torch)
     return chosen, why
 
 
-def _auto(settings: S, missing: str | None = None) -> tuple[S, str, str | None]:
+def _auto(
+    settings: S, missing: str | None = None, in_torch: str | None = None
+) -> tuple[S, str, str | None]:
     """Return what `resolved` returns for "auto", and what `refusal` returns for it."""
     in_ort = cast(S, settings.replace(engine=_BEST))
-    reason = missing or _refusal(in_ort)
+    reason = in_torch or missing or _refusal(in_ort)
     if reason is None:
         return in_ort, f"engine auto: chose {_BEST}, which runs here", None
-    model, in_torch = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
+    model, eager = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
     anywhere = cast(S, settings.replace(engine=_ANYWHERE))
     missing_too = _engine(_ANYWHERE).unavailable()
-    if _fits(anywhere):
+    if in_torch is None and _fits(anywhere):
         lacking = reason.partition(". ")[0]  # what to do about it is no advice while this one runs
         return anywhere, f"engine auto: {_ANYWHERE}, because {_BEST} cannot run: {lacking}", None
     own_loop = isinstance(settings, EngineSettings)  # sets the precision itself in eager torch
-    if _for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(in_torch):
+    if _for_ort(model) or (own_loop and model.precision != REFERENCE[1]) or _refusal(eager):
         return in_ort, reason, reason
+    if in_torch is not None:
+        return eager, f"engine auto: {REFERENCE[0]}, because {in_torch}", None
     name, reason = (_BEST, reason) if missing_too is None else (_ANYWHERE, missing_too)
     why = f"engine auto: {REFERENCE[0]}, because {name} cannot run: {reason}"
-    return in_torch, why, None
+    return eager, why, None
 
 
 def _of_model(settings: Chosen) -> EngineSettings:

@@ -221,14 +221,14 @@ class WrappedModels:
         return entry
 
     def wrap(
-        self, model: nn.Module, settings: EngineSettings, *, missing: str | None = None
+        self, model: nn.Module, settings: EngineSettings, *, in_torch: str | None = None
     ) -> nn.Module:
         """Wrap a model.
 
         Args:
             model: The model.
             settings: Engine and its options.
-            missing: Why "auto" cannot be an ORT engine, if that is known already.
+            in_torch: Why "auto" may not be an engine of ORT.
 
         Returns:
             The wrapper.
@@ -239,7 +239,7 @@ class WrappedModels:
         reason = self.unfit(check_model("the argument", model))
         if reason is not None:
             raise ValueError(f"cannot wrap this {type(model).__name__}: it {reason}")
-        ((_, wrapper),) = self._wrap([_Group(model, [])], settings, missing)
+        ((_, wrapper),) = self._wrap([_Group(model, [])], settings, in_torch)
         return wrapper
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -484,12 +484,12 @@ class WrappedModels:
         return base.unfit(model)
 
     def _wrap(
-        self, groups: Sequence[_Group], settings: EngineSettings, missing: str | None = None
+        self, groups: Sequence[_Group], settings: EngineSettings, in_torch: str | None = None
     ) -> list[tuple[WrappedEntry, nn.Module]]:
         """Wrap all of `groups`; if one of them fails, nothing is recorded."""
         if not groups:
             return []
-        chosen, choice = resolved(settings, missing=missing)
+        chosen, choice = resolved(settings, in_torch=in_torch)
         try:
             return self._wrap_in(groups, chosen, choice)
         except EngineUnavailable as error:  # only its import shows that an installed ORT is broken

@@ -16,7 +16,7 @@ from ortlab.engines.registry import resolved
 from ortlab.hf import zero
 from ortlab.hf.callback import FP16_ON_CPU, OrtLabCallback
 from ortlab.session import session
-from ortlab.settings import EngineSettings
+from ortlab.settings import IN_ORT, EngineSettings
 from ortlab.utils.interrupts import until
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ortlab.hf.following import TrainerRun
 
 _COMPILED: Final = (
-    "torch_compile=True and engine='ortmodule' both replace forward; remove one of them"
+    "torch_compile=True and an engine of ORT both replace forward; remove one of them"
 )
 
 
@@ -43,16 +43,16 @@ class Trainer(transformers.Trainer):
         *more: Further arguments of `transformers.Trainer`.
         **keywords: Further arguments of `transformers.Trainer`; settings of
             `ortlab.settings.EngineSettings`, such as ``engine`` (default ``"auto"``,
-            ORTModule where it runs), ``recompute``, ``precision`` and ``fallback``; and
+            ORT where it runs), ``recompute``, ``precision`` and ``fallback``; and
             ``zero_stage``, 1 to 3, which partitions optimizer state (1), gradients too (2) and
             weights too (3) across the processes of ``torchrun`` by DeepSpeed (see
-            `ortlab.hf.zero`). Stages 1 and 2 work with engines ``"ortmodule"`` and ``"eager"``,
-            stage 3 with ``"eager"``.
+            `ortlab.hf.zero`). Stages 1 and 2 work with engines ``"ort"``, ``"ortmodule"`` and
+            ``"eager"``, stage 3 with ``"eager"``.
 
     Raises:
         ValueError: If arguments exclude each other: engine settings with a model that is already
             wrapped; ``precision`` with an engine of torch, which takes ``bf16=True`` of
-            TrainingArguments; ``torch_compile=True`` with engine ``"ortmodule"``; ``fp16=True`` on
+            TrainingArguments; ``torch_compile=True`` with an engine of ORT; ``fp16=True`` on
             a CPU; ``zero_stage`` in a single process, with an optimizer that does not update
             element by element, or when resuming from a checkpoint.
 
@@ -76,11 +76,11 @@ class Trainer(transformers.Trainer):
         compiled = _COMPILED if args is not None and args.torch_compile else None
         in_ort = self._asked.replace(engine="ortmodule")
         conflict = compatibility.trainer_conflict(self._stage, in_ort) if self._stage else None
-        self._missing = compiled or conflict
-        self._settings, _ = resolved(self._asked, missing=self._missing)
+        self._in_torch = compiled or conflict
+        self._settings, _ = resolved(self._asked, in_torch=self._in_torch)
         entry = None if model is None else session.wrapped.entry(model)
         own = self._settings if entry is None else entry.settings
-        if own.engine == "ortmodule" and compiled is not None:
+        if own.engine in IN_ORT and compiled is not None:
             raise ValueError(compiled)
         if args is not None and args.fp16 and args.device.type == "cpu":
             raise ValueError(
@@ -223,7 +223,7 @@ class Trainer(transformers.Trainer):
     def _wrapped(self, model: nn.Module, given: dict[str, Any]) -> nn.Module:
         entry = session.wrapped.entry(model)
         if entry is None:
-            return session.wrapped.wrap(model, self._asked, missing=self._missing)
+            return session.wrapped.wrap(model, self._asked, in_torch=self._in_torch)
         if given:
             raise ValueError(
                 f"the model is already wrapped (engine {entry.settings.engine!r}); pass "

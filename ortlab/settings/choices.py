@@ -18,8 +18,8 @@ FORMER_ENGINE = {**SAME_ENGINE, "ort": "ortmodule"}
 """Name of an engine in files with the former names of settings -> the engine that it means."""
 
 
-IN_ORT = ("ortmodule", "ort_fused")
-"""Engines of onnxruntime-training."""
+IN_ORT = ("ort", "ortmodule", "ort_fused")
+"""Engines that run a model in ORT."""
 
 
 REFERENCE = ("eager", "fp32")

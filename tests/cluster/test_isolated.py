@@ -137,7 +137,7 @@ def whole() -> Any:
     return losses(train(Network(0.3), isolated=True, save_steps=5))
 
 
-@pytest.mark.parametrize("engine", ["eager", "ortmodule"])
+@pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule"])
 def test_it_trains_as_in_the_kernel(alone: dict[str, Any], engine: str) -> None:
     needs(engine)
     model = Network()

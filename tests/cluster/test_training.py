@@ -158,11 +158,12 @@ def test_every_rank_tells_of_itself() -> None:
     assert last.rss_bytes > max(each.last.rss_bytes for each in ranks if each.last)
 
 
+@pytest.mark.parametrize("engine", ["ort", "ortmodule"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int) -> None:
-    needs("ortmodule")
-    run = train(Network(), engine="ortmodule", workers=2, zero_stage=stage)
-    assert run.engine_used == "ortmodule"
+def test_fifty_steps_in_ort(alone: dict[str, Any], stage: int, engine: str) -> None:
+    needs(engine)
+    run = train(Network(), engine=engine, workers=2, zero_stage=stage)
+    assert run.engine_used == engine
     assert difference(alone["losses"], losses(run)) < TOLERANCE
 
 
@@ -174,15 +175,16 @@ def test_fifty_steps_compiled(alone: dict[str, Any], stage: int) -> None:
     assert difference(alone["losses"], losses(run)) < TOLERANCE
 
 
-def test_a_run_moves_to_workers_and_back(alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", ["ort", "ortmodule"])
+def test_a_run_moves_to_workers_and_back(alone: dict[str, Any], engine: str) -> None:
     """Weights, moments, data order and step are kept; the global batch is unchanged."""
-    needs("ortmodule")
+    needs(engine)
     model = Network()
     run = begin(model)
     moves: list[dict[str, Any]] = [
         {"workers": 2, "zero_stage": 1},
         {"zero_stage": 3},
-        {"zero_stage": 0, "engine": "ortmodule"},
+        {"zero_stage": 0, "engine": engine},
         {"workers": 1},
     ]
     for step, changes in zip((5, 12, 20, 30), moves, strict=True):
@@ -390,6 +392,7 @@ def test_what_cannot_be_is_said_before_anything_starts() -> None:
             {"workers": 2, "zero_stage": 3, "engine": "ortmodule"},
             "engine 'ortmodule' supports 0, 1, 2",
         ),
+        ({"workers": 2, "zero_stage": 3, "engine": "ort"}, "engine 'ort' supports 0, 1, 2"),
         ({"workers": 3, "tensor_parallel": 2}, "does not divide workers=3"),
         ({"tensor_parallel": 2}, "tensor_parallel=2"),
         ({"param_dtype": "bf16"}, r"param_dtype='bf16' needs at least 2 workers \(workers=1\)"),

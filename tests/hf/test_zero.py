@@ -25,7 +25,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 TOLERANCE = 1e-4
-SHARED = ("ortmodule:1", "ortmodule:2", "eager:3")
+SHARED = ("ort:2", "ortmodule:1", "ortmodule:2", "eager:3")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ LONG = (
     "zoo/test_sweep.py",
     "cluster/test_training.py",
     "engines/distributed/test_deepspeed.py",
+    "engines/distributed/test_ranks_in_ort.py",
     "engines/distributed/test_tensor_parallel.py",
     "bench/test_bench.py",
     "search/test_race.py",
@@ -50,7 +51,11 @@ SLOW = (
 """Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
 
 PLAIN = (
+    "cluster/test_isolated.py::test_it_trains_as_in_the_kernel",
+    "cluster/test_training.py::test_a_run_moves_to_workers_and_back",
+    "cluster/test_training.py::test_fifty_steps_in_ort",
     "browser/test_charts_in_lab.py::test_a_real_run_is_paused_and_stopped_while_it_is_awaited",
+    "engines/distributed/test_ranks_in_ort.py",
     "engines/ort/",
     "engines/test_auto_engine.py",
     "engines/test_contract.py",
@@ -77,9 +82,11 @@ PLAIN = (
 """Tests that run again with plain onnxruntime, in `make plain`."""
 
 RULES = (
+    "engines/distributed/test_ranks_in_ort.py",
     "engines/ort/test_capture.py",
     "engines/ort/test_lowering.py",
     "engines/ort/test_recompute.py",
+    "engines/ort/test_unused_outputs.py",
     "engines/test_keras.py",
     "graph/test_captured.py",
     "graph/test_memory.py::test_a_decoder_has_two_lengths[ort]",

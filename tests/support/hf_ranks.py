@@ -91,7 +91,7 @@ def main() -> None:
         own = folder / f"{engine}-{stage}"
         found[each] = trained(own, engine=engine, zero_stage=int(stage))
     found["refused"] = [
-        refused(folder, zero_stage=3, engine="ortmodule"),
+        refused(folder, zero_stage=3, engine="ort"),
         refused(folder, zero_stage=1, engine="compile"),
         refused(folder, zero_stage=1, bf16=True),
         refused(folder, zero_stage=1, engine="eager", optim="adafactor"),

@@ -266,12 +266,12 @@ class Picky(nn.Module):
         return hidden
 
 
-def failing(stage: int = 0) -> dict[str, Any]:
+def failing(stage: int = 0, engine: str = "eager") -> dict[str, Any]:
     """Fail forward on the last rank only: in a first micro-batch, a last one, in evaluation.
 
     Afterwards, training continues as in one process.
     """
-    many = together(Picky(), functional.cross_entropy, zero_stage=stage)
+    many = together(Picky(), functional.cross_entropy, zero_stage=stage, engine=engine)
     one = alone(Picky(), functional.cross_entropy)
     good, bad = data(8, 8)
     bad[0][-1, 0] = 101.0
@@ -296,7 +296,7 @@ def failing(stage: int = 0) -> dict[str, Any]:
     }
 
 
-def ignored(stage: int = 0) -> dict[str, Any]:
+def ignored(stage: int = 0, engine: str = "eager") -> dict[str, Any]:
     """Compare losses that are means over the targets other than -100.
 
     The number of these targets differs between ranks. In the second of the causal cases, all of
@@ -324,7 +324,8 @@ def ignored(stage: int = 0) -> dict[str, Any]:
         ("causal without", causal, None, {"input_ids": ids, "labels": none}),
         ("cross_entropy", network, functional.cross_entropy, (rows[0], target)),
     ):
-        one, many = alone(make(), loss), together(make(), loss, zero_stage=stage)
+        one = alone(make(), loss)
+        many = together(make(), loss, zero_stage=stage, engine=engine)
         a, b = one.step([batch], lr=LR), many.step([batch], lr=LR)
         assert a.grad_norm is not None
         found[name] = [
@@ -378,12 +379,12 @@ def dropout() -> dict[str, Any]:
     return {"masks": seen, "undisturbed": undisturbed, "engine's": engines}
 
 
-def statistics(stage: int = 0) -> dict[str, Any]:
+def statistics(stage: int = 0, engine: str = "eager") -> dict[str, Any]:
     """Train with buffers that start differently on the ranks and see different rows."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     model[1].running_mean.fill_(RANK)
-    stepper = together(model, functional.cross_entropy, zero_stage=stage)
+    stepper = together(model, functional.cross_entropy, zero_stage=stage, engine=engine)
     (batch,) = data(8)
     first = digest(stepper.state_dict()["model"])
     stepper.step([batch], lr=LR)
@@ -407,11 +408,11 @@ class Spare(nn.Module):
         return {"logits": scores, "more": self.head(scores)}
 
 
-def unused(stages: Sequence[int] = (0, 1)) -> dict[str, Any]:
+def unused(stages: Sequence[int] = (0, 1), engine: str = "eager") -> dict[str, Any]:
     """Train; a parameter without a gradient keeps no gradient and no state."""
     found = {}
     for stage in stages:
-        many = together(Spare(), functional.cross_entropy, zero_stage=stage)
+        many = together(Spare(), functional.cross_entropy, zero_stage=stage, engine=engine)
         one = alone(Spare(), functional.cross_entropy)
         for batch in data(8, 8, 8):
             one.step([batch], lr=LR)
@@ -591,7 +592,7 @@ def by_hand(
     return model, first, norm
 
 
-def adasum_steps() -> dict[str, Any]:
+def adasum_steps(engine: str = "eager") -> dict[str, Any]:
     """Make five steps of two micro-batches: by SGD at both stages, clipped, and by AdamW."""
     found = {}
     steps = data(*([4 * SIZE] * 5))
@@ -601,7 +602,9 @@ def adasum_steps() -> dict[str, Any]:
         ("adamw", 0, None),
     ):
         chosen = {"optimizer": optimizer, "zero_stage": stage, "max_grad_norm": clip_norm}
-        many = together(network(), functional.cross_entropy, reduction="adasum", **chosen)
+        many = together(
+            network(), functional.cross_entropy, engine=engine, reduction="adasum", **chosen
+        )
         for inputs, targets in steps:
             half = len(inputs) // 2
             pair = [(inputs[:half], targets[:half]), (inputs[half:], targets[half:])]
@@ -613,7 +616,13 @@ def adasum_steps() -> dict[str, Any]:
         told = "nothing"
         try:
             many.adopt(
-                settings(reduction="adasum", workers=SIZE, optimizer=optimizer, max_grad_norm=0.1)
+                settings(
+                    engine=engine,
+                    reduction="adasum",
+                    workers=SIZE,
+                    optimizer=optimizer,
+                    max_grad_norm=0.1,
+                )
             )
         except ValueError as raised:
             told = str(raised)

@@ -204,7 +204,7 @@ class Ranks(OneProcess):
                 yield
         except BaseException as error:
             if training:  # it waits for the backward of a forward that failed
-                self._parallel = None
+                self._let_go()
             if not self._agreed:
                 self._agree([], failed=True)
             elif training and not isinstance(error, RankFailed):
@@ -351,4 +351,13 @@ class Ranks(OneProcess):
 
     def close(self) -> None:
         """Release the gradient buckets, which take as much memory as the gradients."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Release `_parallel`; where something keeps it alive, it reduces no gradient any more.
+
+        A traceback does, and torch.compile keeps those of graph breaks.
+        """
+        if isinstance(self._parallel, DistributedDataParallel):
+            self._parallel._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         self._parallel = None

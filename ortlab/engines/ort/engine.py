@@ -22,6 +22,8 @@ class OrtEngine(Compile):
 
     name = "ort"
     capabilities = Capabilities(
+        workers=True,
+        zero_stages=(0, 1, 2),
         recompute=True,
         activation_budget=True,
         options=("self_check", "fallback", "log_level", "save_onnx"),
