@@ -49,6 +49,8 @@ class Surroundings:
     """Applies the best settings to the model."""
     workers: Callable[[int], Workers] | None = None
     """Returns the given number of workers, for set-ups that use several."""
+    notes: tuple[str, ...] = ()
+    """Further lines to show."""
 
 
 ALONE: Final = Surroundings()
@@ -107,7 +109,7 @@ class Comparison(Background[R], Generic[R, E]):
         return dataclasses.replace(
             self._result,
             interrupted=over and self._cut_short,
-            notes=(*self._result.notes, *disturbed),
+            notes=(*self._result.notes, *self._around.notes, *disturbed),
             doing="" if over else self.doing,
             **self._found(),
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from ortlab.engines import wrapped_models
-from ortlab.engines.base import LossFunction, unfit
+from ortlab.engines.base import EngineUnavailable, LossFunction, unfit
+from ortlab.engines.registry import engine
 from ortlab.search.comparison import Surroundings
 from ortlab.settings import EngineSettings, SearchSettings
 from ortlab.training.start import loss_called
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ortlab.training.run_registry import RunRegistry
 
 S = TypeVar("S", "Race", "Tune")
+D = TypeVar("D", bound=SearchSettings)
 
 
 class SearchStarter:
@@ -75,6 +78,7 @@ class SearchStarter:
         self._registry.check_idle()
         shared = {} if entry is None else _chosen(entry.settings)
         settings, more = declared.apart(given)
+        settings, left_out = of_this_machine(settings)
         function, _ = loss_called(loss)
         named = {"loss": loss} if isinstance(loss, str) else {}
         registry = self._registry
@@ -84,11 +88,35 @@ class SearchStarter:
             settings,
             shared={**shared, **more, **named},
             loss=function,
-            around=Surroundings(registry.active_runs, registry.prefer(original), self._workers),
+            around=Surroundings(
+                registry.active_runs, registry.prefer(original), self._workers, left_out
+            ),
         )
         registry.searches.append(search)
         search.start(self._show)
         return search
+
+
+def of_this_machine(settings: D) -> tuple[D, tuple[str, ...]]:
+    """Return settings without engines that cannot run here and were not asked for.
+
+    Args:
+        settings: Settings of a race or a search.
+
+    Returns:
+        The settings, and lines that name the engines and say why.
+    """
+    if {"engines", "preset"} & settings.changed().keys():
+        return settings, ()
+    able, missing = [], defaultdict[str, list[str]](list)
+    for name in settings.engines.split(","):
+        try:
+            engine(name)
+            able.append(name)
+        except EngineUnavailable as error:
+            missing[str(error).partition(". ")[0]].append(name)
+    notes = tuple(f"left out: {', '.join(names)}, because {why}" for why, names in missing.items())
+    return settings.replace(engines=",".join(able)), notes
 
 
 def _chosen(settings: EngineSettings) -> dict[str, Any]:

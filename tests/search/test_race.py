@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import ortlab
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.torch.stepper import Eager, TorchStepper
+from ortlab.search import start
 from ortlab.search.feed import Feed, split
 from ortlab.search.memory import Line
 from ortlab.search.race import Race, field_of
 from ortlab.search.result import Cell, RaceResult
 from ortlab.session import session
-from ortlab.settings import FinetuneSettings, RaceSettings
+from ortlab.settings import FinetuneSettings, RaceSettings, TuneSettings
 from tests.support.small_classifier import Net, pairs
 from tests.support.tiny import bert
 from tests.support.typed_magics import Typist
@@ -63,6 +64,20 @@ def own_workers() -> Iterator[None]:
 
 def race(model: nn.Module, data: Any, **options: Any) -> RaceResult:
     return ortlab.race(model, data, **{**FAST, **options}).result(120)
+
+
+@pytest.mark.parametrize("kind", [RaceSettings, TuneSettings])
+def test_engines_that_cannot_run_here_are_left_out(
+    kind: type[RaceSettings | TuneSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names them, unless they were asked for: their rows then have the reason."""
+    monkeypatch.setattr(compat, "unavailable", lambda: "no ORT is installed. pip install it")
+    settings, notes = start.of_this_machine(kind.of({}))
+    assert not {"ortmodule", "ort_fused"} & {*settings.engines.split(",")}
+    assert "eager" in settings.engines.split(",")
+    assert "left out: ortmodule, ort_fused, because no ORT is installed" in notes
+    asked = kind.of({"engines": "ortmodule"})
+    assert start.of_this_machine(asked) == (asked, ())
 
 
 # ---- measurements --------------------------------------------------------------------------------

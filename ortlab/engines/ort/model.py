@@ -8,8 +8,8 @@ import inspect
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final
@@ -27,7 +27,7 @@ from ortlab.engines.ort import check, recompute
 from ortlab.engines.ort.capture import Backend, CompiledGraph, Phase
 from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.recompute import NOTHING, Recompute
-from ortlab.engines.ort.segments import OrtSegment
+from ortlab.engines.ort.segments import OrtSegment, TorchOperators
 from ortlab.engines.ort.session import SILENT
 from ortlab.engines.self_check import (
     Call,
@@ -542,9 +542,7 @@ class OrtModel:
         since = [now - was for now, was in zip_longest(ran, past.graphs, fillvalue=_Ran())]
         used = [graph for graph, each in zip(graphs, since, strict=True) if each.calls]
         operators = [each for graph in used for each in graph.division.torch_operators()]
-        in_torch = sorted(
-            {f"{each.operator}{_lines(each.lines)} in torch: {each.reason}" for each in operators}
-        )
+        in_torch = list(_in_torch(operators))
         whole = self._outside_s - past.outside_s + sum(each.seconds for each in since)
         told = self._log.remarks(past.recompilations)
         if used and whole:
@@ -621,8 +619,16 @@ def _is_low(module: nn.Module) -> bool:
     return on_cpu or any(each.dtype in halves for each in module.parameters())
 
 
-def _lines(lines: Sequence[str]) -> str:
-    return f" at {_few(lines)}" if lines else ""
+def _in_torch(operators: Iterable[TorchOperators]) -> Iterator[str]:
+    """Yield a line for each operator in torch, or one for many that are there for one reason."""
+    by_reason: dict[str, dict[str, str]] = defaultdict(dict)
+    for each in sorted(operators, key=lambda each: (each.operator, each.lines)):
+        lines = f" at {_few(each.lines)}" if each.lines else ""
+        by_reason[each.reason][f"{each.operator}{lines}"] = each.operator
+    for reason, told in sorted(by_reason.items()):
+        names = sorted({*told.values()})
+        together = [_few(names)] if len(names) > _FEW else told
+        yield from (f"{each} in torch: {reason}" for each in together)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -172,11 +172,11 @@ def _unfit(node: fx.Node) -> str | None:
     ]
     for tensor in [*inputs, *tensors_in(node.meta.get("val"))]:
         if tensor.dtype not in ONNX_TYPES:
-            return f"its tensors are of type {str(tensor.dtype).removeprefix('torch.')}"
+            return f"tensors of type {str(tensor.dtype).removeprefix('torch.')}"
         if tensor.device.type != "cpu":
-            return f"its tensors are on the device {tensor.device.type}"
+            return f"tensors on the device {tensor.device.type}"
         if tensor.layout is not torch.strided:
-            return f"its tensors have the layout {tensor.layout}"
+            return f"tensors with the layout {tensor.layout}"
     if draws.is_random(node):
         return "it draws random numbers"
     return None

@@ -381,6 +381,16 @@ def test_operators_in_torch_are_remarks_with_their_lines_after_the_share_of_ort(
     )
 
 
+def test_many_operators_that_are_in_torch_for_one_reason_have_one_line() -> None:
+    layers = nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
+    wrapped, _ = pair(nn.Sequential(*layers))
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped(torch.randn(8, 6)).sum().backward()
+    (told,) = [each for each in report(wrapped).remarks if each.endswith("of type bfloat16")]
+    operator = r"aten\.\w+(\.\w+)?"
+    assert re.search(rf"({operator}, ){{2}}{operator} and \d+ more in torch: tensors", told)
+
+
 class Loop(nn.Module):
     """A graph break inside a loop: Dynamo skips the frame and compiles nothing of it."""
 
