@@ -95,6 +95,10 @@ CASES = {
     "eager": Case(lambda: bert(0.1), Tokens, {"engine": "eager", "precision": "bf16"}),
     "eager in fp16": Case(network, examples, {"engine": "eager", "precision": "fp16"}, loud),
     "compile": Case(network, examples, {"engine": "compile"}, functional.cross_entropy),
+    "engine ort": Case(lambda: bert(0.1), Tokens, {"engine": "ort"}),
+    "engine ort with a budget": Case(
+        lambda: bert(0.1), Tokens, {"engine": "ort", "activation_budget": 0.5}
+    ),
     "ortmodule": Case(lambda: bert(0.0), Tokens, {"engine": "ortmodule", **_BERT}),
     "ort with dropout": Case(lambda: bert(0.1), Tokens, {"engine": "ortmodule", **_BERT}),
     "ort on torch's kernels": Case(

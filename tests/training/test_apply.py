@@ -33,6 +33,10 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "to fp16": ({}, {"precision": "fp16"}),
     "eager to ort": ({}, ORT),
     "ort to eager": (ORT, {"engine": "eager"}),
+    "eager to engine ort": ({}, {"engine": "ort"}),
+    "engine ort to eager": ({"engine": "ort"}, {"engine": "eager"}),
+    "precision of engine ort": ({"engine": "ort"}, {"precision": "bf16"}),
+    "budget of engine ort": ({"engine": "ort"}, {"activation_budget": 0.5}),
     "precision of ort": ({"engine": "ortmodule", "kernels": "torch"}, {"precision": "bf16"}),
     "kernels": (ORT, {"kernels": "torch"}),
     "all at once": (

@@ -41,6 +41,7 @@ from ortlab.training.run import Run
 from ortlab.training.run_progress import SLOW_READ_S
 from ortlab.utils.errors import concise, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, memory
+from tests.support.needed_engines import needs
 from tests.support.training_parts import Parts
 from tests.support.waiting import HANGS_S, until
 
@@ -740,11 +741,17 @@ def test_so_is_one_that_does_not_fit_in_ort_whose_sessions_give_their_memory_bac
     scarce("ortmodule", 80)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
+def test_so_is_one_in_todays_onnxruntime() -> None:
+    needs("ort")
+    scarce("ort", 80)
+
+
 @NEEDS_ORT
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 @pytest.mark.parametrize("more_mib", range(50, 70, 2))
-@pytest.mark.parametrize("engine", ["eager", "ortmodule", "ort_fused"])
+@pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule", "ort_fused"])
 def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
     scarce(engine, more_mib)
 

@@ -704,7 +704,7 @@ def test_what_finetune_refuses_leaves_no_run(home: Path) -> None:
     assert not (home / "runs").exists()
 
 
-@pytest.mark.parametrize("to", ["compile", "ortmodule"])
+@pytest.mark.parametrize("to", ["compile", "ort", "ortmodule"])
 def test_another_engine_goes_on_where_eager_stopped(home: Path, to: str) -> None:
     needs(to)
     # Batches of one size: four micro-batches of five.

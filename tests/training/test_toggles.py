@@ -53,20 +53,26 @@ FREE: Values = {
     "weight_decay": (0.0, 0.01, 0.3),
 }
 """Settings that take effect at the next step without a new stepper."""
+PLANS = ("off", "layers", "bert.encoder.layer.*.attention")
 IN_TORCH: Values = {**FREE, "precision": ("fp32", "bf16", "fp16")}
 IN_ORT: Values = {
     **FREE,
     "precision": ("fp32", "bf16"),
     "kernels": ("measured", "torch", "ort"),
-    "recompute": ("off", "layers", "bert.encoder.layer.*.attention"),
+    "recompute": PLANS,
     "arena": (True, False),
+}
+IN_ORT_ANYWHERE: Values = {
+    **IN_TORCH,
+    "recompute": PLANS,
+    "activation_budget": (1.0, 0.5, 0.2),
 }
 OF_AN_ENGINE: Mapping[str, Values] = {
     "eager": IN_TORCH,
     "compile": IN_TORCH,
     "ortmodule": IN_ORT,
     "ort_fused": IN_ORT,
-    "ort": IN_TORCH,
+    "ort": IN_ORT_ANYWHERE,
 }
 ENGINES: Values = {"engine": tuple(OF_AN_ENGINE)}
 SAME_ARITHMETIC = ("arena", "recompute")
