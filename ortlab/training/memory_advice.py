@@ -59,8 +59,8 @@ def advice(
     The first advice is smaller micro-batches, with as many more of them in a step, so that its
     number of samples stays: the largest whose predicted peak fits into `room_bytes`, or half the
     size if there is no prediction. If the batches are the loader's own, or have one sample for
-    each of the workers, the ORT engines can recompute activations, and several workers can shard
-    the optimizer's state.
+    each of the workers, the ORT engines can compute activations again, and several workers can
+    shard the optimizer's state.
 
     Args:
         settings: Settings of the step that does not fit.
@@ -80,10 +80,17 @@ def advice(
                 return change
         if smaller:
             return smaller[-1]
-    if model.engine in ("ort", "ortmodule") and model.recompute == "off":
+    if model.engine == "ort":
+        for budget in _BUDGETS:
+            if model.activation_budget > budget:
+                return {"activation_budget": budget}
+    if model.engine == "ortmodule" and model.recompute == "off":
         return {"recompute": "layers"}
     return {"zero_stage": 1} if _can_share(settings, settings.parallel.workers) else {}
 
+
+_BUDGETS: Final = (0.5, 0.3, 0.1)
+"""Activation budgets that are advised one after the other. Not every model has layers to name."""
 
 _MOST_PARTS: Final = 64
 """Largest number of micro-batches in a step that is advised, unless the step has more than half.
@@ -183,6 +190,9 @@ def hint(changes: Mapping[str, Any], settings: FinetuneSettings, device: str) ->
         return f"{times} micro-batches of {size} make the same {each} samples of a step"
     if "zero_stage" in changes:
         return "each worker keeps only its shard of the optimizer's state"
+    if "activation_budget" in changes:
+        share = changes["activation_budget"]
+        return f"{share:.0%} of the activations are stored, and the others computed again"
     if changes:
         return "the layers' activations are recomputed instead of stored"
     return (

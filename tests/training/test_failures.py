@@ -661,7 +661,10 @@ def test_what_would_fit() -> None:
     }
     assert advised(1000, own=True) == {"recompute": "layers"}
     assert advised(1000, batch_size=1) == {"recompute": "layers"}
-    assert advised(1000, own=True, engine="ort") == {"recompute": "layers"}
+    assert advised(1000, own=True, engine="ort") == {"activation_budget": 0.5}
+    less: dict[str, Any] = {"own": True, "engine": "ort", "workers": 2}
+    assert advised(10, **less, activation_budget=0.5) == {"activation_budget": 0.3}
+    assert advised(10, **less, activation_budget=0.1) == {"zero_stage": 1}
     assert advised(1000, own=True, engine="eager") == {}
     assert advised(10, workers=4) == {"batch_size": 4, "gradient_accumulation_steps": 6}
     few: dict[str, Any] = {"workers": 4, "batch_size": 4, "engine": "eager"}
