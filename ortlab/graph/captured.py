@@ -9,7 +9,7 @@ import inspect
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import onnx
@@ -153,10 +153,9 @@ def for_any_size(record: OrtModel, batch: Batch | None = None) -> tuple[OrtModel
     if (reason := record.report().fallback_reason) is not None:
         raise ValueError(f"{name} runs on engine 'eager' and has no graph: {reason}")
     call = arguments(record.module, batch) if batch is not None else record.example()
-    if batch is None and record.last_graphs().get("forward"):
-        known = graphs(record)
-        if _holds_for_any_size(known, set(inspect.signature(record.module.forward).parameters)):
-            return record, known
+    known = batch is None and bool(record.last_graphs().get("forward"))
+    if known and _holds_for_any_size(record, _forward_stage(record)[0]):
+        return record, graphs(record)
     if call is None:
         takes = signature(record.module)
         raise ValueError(f"{name} has no graph yet; call it once, or give a batch for {takes}")
@@ -172,9 +171,38 @@ def for_any_size(record: OrtModel, batch: Batch | None = None) -> tuple[OrtModel
     return twin, found
 
 
-def _holds_for_any_size(known: Graphs, names: Set[str]) -> bool:
+def known_for_any_size(record: OrtModel) -> tuple[OrtModel, dict[str, int]]:
+    """Return a record whose graphs of a training step hold for any size, without a capture.
+
+    Args:
+        record: Record of a model on engine ``ort``.
+
+    Returns:
+        The record, and the sizes of its last call by their names in the stages.
+
+    Raises:
+        ValueError: If there are no such graphs.
+    """
+    if not record.last_graphs().get("forward"):
+        raise ValueError(f"{type(record.module).__name__} has no graph yet")
+    stage, sizes = _forward_stage(record)
+    if _holds_for_any_size(record, stage):
+        return record, sizes
+    if record.twin is None:
+        raise ValueError("its graph holds for one size of the batch; %ort memory makes one for any")
+    return record.twin, _forward_stage(record.twin)[1]
+
+
+def _forward_stage(record: OrtModel) -> tuple[Stage, dict[str, int]]:
+    """Return the stage ``forward`` of the last training step, and its sizes."""
+    last = record.last_graphs()
+    built = _Builder.of(record.module, "forward", last["forward"], last["backward"])
+    return built.stage(), built.sizes
+
+
+def _holds_for_any_size(record: OrtModel, stage: Stage) -> bool:
     """Return True if the batch, and all sizes of integer inputs such as texts, may vary."""
-    stage = known.stages["forward"]
+    names = inspect.signature(record.module.forward).parameters
     for value in stage.model.graph.input:
         if value.name in names:
             kind, sizes = stage.tensors[value.name]

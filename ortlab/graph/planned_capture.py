@@ -15,7 +15,8 @@ from ortlab.engines.ort.recompute import Recompute, plans_of
 from ortlab.engines.plan_names import OFF, UnknownPlan
 from ortlab.graph import captured
 from ortlab.graph.capture import Stage
-from ortlab.settings import EngineSettings
+from ortlab.graph.memory import MemoryPlan, plan_of
+from ortlab.settings import EngineSettings, FinetuneSettings
 
 _BUDGET: Final = re.compile(r"budget (\d*\.?\d+)")
 BUDGETS: Final = (0.75, 0.5, 0.3, 0.1)
@@ -139,6 +140,31 @@ class PlannedCapture:
         """See `PlannedGraph.operator_of`."""
         found = _NODE.fullmatch(name)
         return found[1] if found else name
+
+
+def plan_for(
+    record: OrtModel, settings: FinetuneSettings, *, trains: bool
+) -> tuple[MemoryPlan, EngineSettings]:
+    """Return the memory plan of a training step under settings, and the settings of its graph.
+
+    Nothing is captured: what the settings compute again is planned from the graphs that are there.
+
+    Args:
+        record: Record of the model.
+        settings: Settings of the run.
+        trains: True while a run trains the model, whose steps would wait for other graphs.
+
+    Raises:
+        ValueError: If there is no graph that holds for any size, or none for these settings.
+    """
+    found, sizes = captured.known_for_any_size(record)
+    model = settings.model
+    plans = plan_names.checked(plan_names.split(model.recompute), plans_of(record.module))
+    forward, backward = found.planned(
+        Recompute(plans, model.activation_budget), make=not trains
+    )
+    stage = captured.execution(record.module, forward, backward)
+    return plan_of(stage, sizes, record.module, settings.optim.optimizer), model
 
 
 def _budget(plan: str) -> float:

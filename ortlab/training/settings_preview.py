@@ -189,11 +189,13 @@ def foreseen(
         predict it, None and the reason.
     """
     model, parallel = settings.model, settings.parallel
-    if ignored(settings, "kernels") is not None:  # an option of ORT's graph
+    # An option of ORT's graphs, and one of those that torch captures for ORT.
+    if all(ignored(settings, option) for option in ("kernels", "activation_budget")):
         return None, f"engine {model.engine!r} has no graph to predict it from"
     differs = graph_changes(of, settings)
-    if of.recompute != model.recompute:
-        differs = ", ".join(filter(None, (differs, f"recompute={model.recompute!r}")))
+    for name in ("recompute", "activation_budget"):
+        if of[name] != model[name]:
+            differs = ", ".join(filter(None, (differs, f"{name}={model[name]!r}")))
     if differs:
         return None, f"{differs} needs another graph, which has to be exported first"
     if parallel.tensor_parallel > 1 or parallel.pipeline_stages > 1:

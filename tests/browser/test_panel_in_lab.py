@@ -104,6 +104,36 @@ def test_all_of_it_by_keyboard(notebook: Opens, page: Page) -> None:
     assert page.evaluate("() => window.panel.content.widgets.length") == 3
 
 
+def test_a_slider_sets_the_activation_budget(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([MODEL, "model = ortlab.wrap(model, engine='ort')\n%ort panel model"])
+    book.run()
+    view = page.locator(".ortlab-panel-view")
+    slider = view.get_by_label("activation budget slider", exact=True)
+    text, pending = (
+        view.get_by_label("activation budget", exact=True),
+        view.locator(".ortlab-panel-pending"),
+    )
+    slider.focus()
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    expect(text).to_have_value("0.5")
+    expect(pending).to_contain_text("activation_budget=0.5 (was 1)")
+    screenshot("panel-slider")
+    text.fill("0.3")
+    expect(slider).to_have_value("0.3")
+    expect(pending).to_contain_text("activation_budget=0.3")
+    text.press("Escape")
+    expect(slider).to_have_value("1")
+    slider.press("ArrowLeft")
+    expect(text).to_have_value("0.95")
+    slider.press("ArrowRight")
+    expect(pending).not_to_contain_text("activation_budget")
+    view.get_by_label("engine", exact=True).select_option("eager")
+    expect(slider).to_be_disabled()
+
+
 def test_a_models_panel_says_why_not_and_starts_a_run(
     notebook: Opens, page: Page, screenshot: Takes
 ) -> None:

@@ -394,7 +394,7 @@ def test_graphs_for_any_size_are_not_captured_again() -> None:
     record: Any = wrapped_model(model)
     plan = ortlab.memory_plan(model)
     assert plan.dims == {"batch": 5}
-    assert record._for_any_size is None
+    assert record.twin is None
 
 
 @pytest.mark.nightly

@@ -67,6 +67,7 @@ PLAIN = (
     "graph/test_profile_captured.py",
     "graph/test_source_lines.py",
     "notebook/test_kernel.py",
+    "notebook/views/test_panel.py::test_memory_of_engine_ort",
     "test_cli.py",
     "test_notebooks.py::test_finetune_bert_beats_the_majority",
     "test_notebooks.py::test_first_run_shows_the_same_losses",

@@ -366,16 +366,17 @@ class Step:
         self._add_backward(pair, module, self._recompute)
         return _boxed(self._run_backward)
 
-    def pair(self, recompute: Recompute) -> _Pair | None:
-        """Return the graphs that belong to `recompute`, made where there are none yet.
+    def pair(self, recompute: Recompute, *, make: bool = True) -> _Pair | None:
+        """Return the graphs that belong to `recompute`.
 
         Args:
             recompute: What the backward pass is to compute again.
+            make: True to make them where there are none yet.
 
         Returns:
-            The graphs; None if autograd cannot keep what they save.
+            The graphs; None if there are none, or autograd cannot keep what they save.
         """
-        if recompute not in self._pairs and (made := self._made(recompute)):
+        if make and recompute not in self._pairs and (made := self._made(recompute)):
             self._pairs[recompute] = made
         return self._pairs.get(recompute)
 

@@ -161,6 +161,7 @@ class OrtModel:
         module: The user's own module.
         settings: Settings that apply now.
         engine: Name of the engine.
+        twin: Record of the same module with graphs for any size, once `for_any_size` was asked.
     """
 
     engine = "ort"
@@ -177,7 +178,7 @@ class OrtModel:
         """
         self.module = module
         self._dynamic = True if any_size else None
-        self._for_any_size: OrtModel | None = None
+        self.twin: OrtModel | None = None
         self._lock = threading.RLock()  # a check must not meet another thread's call
         self._forward = module.forward
         # Torch's cache of compiled code keeps the backend, which must not keep the model.
@@ -422,26 +423,31 @@ class OrtModel:
             args: Positional arguments of a call to capture.
             kwargs: Keyword arguments of the call.
         """
-        if self._for_any_size is None:
-            self._for_any_size = OrtModel(self.module, self.settings, any_size=True)
-        self._for_any_size.configure(self.settings.replace(self_check=False, save_onnx=None))
+        if self.twin is None:
+            self.twin = OrtModel(self.module, self.settings, any_size=True)
+        self.twin.configure(self.settings.replace(self_check=False, save_onnx=None))
         # A size of 1 would be fixed: torch treats 0 and 1 as sizes of their own.
-        self._for_any_size.capture(*tree_map_only(torch.Tensor, _several, (args, kwargs)))
-        return self._for_any_size
+        self.twin.capture(*tree_map_only(torch.Tensor, _several, (args, kwargs)))
+        return self.twin
 
-    def planned(self, recompute: Recompute) -> tuple[list[CompiledGraph], list[CompiledGraph]]:
+    def planned(
+        self, recompute: Recompute, *, make: bool = True
+    ) -> tuple[list[CompiledGraph], list[CompiledGraph]]:
         """Return forward and backward graphs of the last call under a plan, without running them.
 
         Args:
             recompute: What the backward pass is to compute again.
+            make: True to make graphs that are not there yet; calls wait for seconds meanwhile.
 
         Raises:
-            ValueError: If torch would have to capture a graph again.
+            ValueError: If the graphs are not there, or torch would have to capture them again.
         """
         with self._lock:
             forward = self.last_graphs().get("forward", [])
-            pairs = [graph.step.pair(recompute) for graph in forward]
+            pairs = [graph.step.pair(recompute, make=make) for graph in forward]
         made = [(each.forward, each.backward) for each in pairs if each and each.backward]
+        if len(made) < len(pairs) and not make:
+            raise ValueError("its graphs are made in the first step after the change")
         if len(made) < len(pairs):
             raise ValueError("this graph cannot be planned: torch has to capture it again")
         return [one for one, _ in made], [other for _, other in reversed(made)]

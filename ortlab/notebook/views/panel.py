@@ -28,7 +28,7 @@ from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.display import bundled
 from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
-from ortlab.settings import FinetuneSettings, ParallelSettings
+from ortlab.settings import Declaration, FinetuneSettings, ParallelSettings
 from ortlab.training import changes, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
@@ -344,8 +344,9 @@ class Panel:
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
         try:
-            graph = (graph_key(settings), settings.model.recompute, settings.optim.optimizer)
-            key = (self._held, graph)
+            model = settings.model
+            again = model.recompute, model.activation_budget
+            key = (self._held, (graph_key(settings), again, settings.optim.optimizer))
             if key not in self._plans:
                 # Only plans of the settings in effect stay cached.
                 kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
@@ -413,12 +414,21 @@ def _json(control: Control, held: FinetuneSettings) -> dict[str, Any]:
         "topic": declaration.topic,
         "front": declaration.panel,
         "number": declaration.type in (int, float),
+        "range": _range(declaration),
         "optional": declaration.optional,
         "held": declaration.show(held[declaration.name]),
         "choices": [[choice.text, choice.reason] for choice in control.choices],
         "reason": control.reason,
         "costs": list(control.costs),
     }
+
+
+def _range(declaration: Declaration) -> list[float]:
+    """Return the bounds of a share, which a slider can set; empty for other settings."""
+    low, high = declaration.minimum, declaration.maximum
+    if declaration.type is not float or not declaration.panel or low is None or high is None:
+        return []
+    return [low, high]
 
 
 def _refused(control: Control) -> str:

@@ -17,11 +17,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ortlab
+from ortlab.engines.base import wrapped_model
+from ortlab.graph import planned_capture
 from ortlab.notebook.views import panel as panels
 from ortlab.notebook.views.panel import Panel
 from ortlab.session import session
-from ortlab.settings import PRECISIONS
+from ortlab.settings import PRECISIONS, FinetuneSettings
 from ortlab.training.run import Run
+from tests.support.needed_engines import needs
 from tests.support.notebook_outputs import execute
 from tests.support.practice import Practice
 from tests.support.waiting import HANGS_S, until
@@ -104,7 +107,7 @@ def test_an_edit_shows_its_cost_before_it_is_applied(run: Run) -> None:
     assert page.standing["line"] == "run.apply(precision='bf16', learning_rate=0.5)"
     assert (
         page.standing["memory"]
-        == "no prediction: engine 'ortmodule' has made no graph of the model"
+        == "no prediction: engine 'eager' has made no graph of the model"
     )
     assert run.current_settings.optim.learning_rate == 5e-5
     page.send("edit")
@@ -313,6 +316,37 @@ def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:
     assert said.endswith(f" → {panels.memory(then)} at the peak of a step")
     page.send("edit", recompute="layer")
     assert "did you mean" in page.standing["memory"]
+
+
+def test_memory_of_engine_ort_is_predicted_for_any_size_and_budget() -> None:
+    """A graph of one size predicts nothing; while a run trains, no other graph is made."""
+    needs("ort")
+    torch._dynamo.reset()  # torch makes the sizes vary that other models of this class had
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+    )
+    wrapped: Any = ortlab.wrap(model, engine="ort")
+    page = Page(Panel(wrapped))
+    page.send("open")
+    assert "no prediction: Sequential has no graph yet" in page.standing["memory"]
+    wrapped(torch.randn(512, 32)).sum().backward()
+    page.send("edit", batch_size="512")
+    assert "no prediction: its graph holds for one size" in page.standing["memory"]
+    plan = ortlab.memory_plan(wrapped)
+    now = panels.memory(plan.peak_bytes(batch=16))
+    page.send("edit", batch_size="256")
+    then = panels.memory(plan.peak_bytes(batch=256))
+    assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
+    record: Any = wrapped_model(wrapped)
+    settings = FinetuneSettings.of(engine="ort", activation_budget=0.3)
+    with pytest.raises(ValueError, match="made in the first step after the change"):
+        planned_capture.plan_for(record, settings, trains=True)
+    page.send("edit", batch_size="512", activation_budget="0.3")
+    assert planned_capture.plan_for(record, settings, trains=True)[1] == settings.model
+    session.wrapped.configure(wrapped, {"activation_budget": 0.3})
+    found = ortlab.memory_plan(wrapped).peak_bytes(batch=512)
+    assert found < 0.95 * plan.peak_bytes(batch=512)
+    assert f"→ {panels.memory(found)} at the peak of a step" in page.standing["memory"]
 
 
 def test_batches_of_a_loaders_own_have_a_greyed_size() -> None:

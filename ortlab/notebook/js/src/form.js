@@ -1,7 +1,7 @@
 // The settings as controls, created from the kernel's description; only the kernel validates them.
 //
 // The kernel updates two traits:
-//   controls  [{name, help, unit, topic, front, number, optional, held, value, choices: [[text, reason]],
+//   controls  [{name, help, unit, topic, front, number, range, optional, held, value, choices: [[text, reason]],
 //             reason, costs}, ...]; an empty reason means available; without choices, any text is possible
 //   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, engine, memory,
 //             undo, line, result: [kind, text], busy}: state of the edits
@@ -11,6 +11,7 @@ import { make, setText } from "./elements.js";
 import "./panel.css";
 
 const TYPING_MS = 200; // time after the last key until the text is sent
+const SLIDER_STEP = 0.05;
 const WAITING_MS = 700; // time without an answer until the page says that it is waiting
 
 /** Uses aria-disabled instead of `disabled`: a disabled button loses the keyboard focus. */
@@ -176,8 +177,26 @@ export class Form {
       row.input.addEventListener("change", () => this.#edit(row, 0));
     }
     const unit = control.unit ? [make("span", "ortlab-panel-unit", {}, control.unit)] : [];
-    row.place.replaceChildren(row.input, ...unit);
+    row.slider = control.range.length ? this.#slider(row, attributes) : null;
+    row.place.replaceChildren(row.input, ...(row.slider ? [row.slider] : []), ...unit);
     row.shape = shape;
+  }
+
+  /** Returns a slider that sets the text of a row's input. */
+  #slider(row, { title }) {
+    const [min, max] = row.control.range;
+    const slider = make("input", "ortlab-panel-slider", {
+      type: "range", min, max, step: SLIDER_STEP, title, "aria-label": `${words(row.control.name)} slider`, ...KEYS,
+    });
+    const slide = (delay) => {
+      const { held } = row.control;
+      row.input.value = Number(slider.value) === Number(held) ? held : slider.value;
+      this.#edit(row, delay);
+    };
+    slider.addEventListener("input", () => slide(TYPING_MS));
+    slider.addEventListener("change", () => slide(0));
+    row.input.addEventListener("input", () => (slider.value = row.input.value));
+    return slider;
   }
 
   #fill(row, anyhow) {
@@ -187,6 +206,10 @@ export class Form {
     if ((anyhow || !typing) && input.value !== text) input.value = text;
     const over = this.standing.over;
     input.disabled = over || Boolean(control.reason);
+    if (row.slider) {
+      row.slider.disabled = input.disabled;
+      if (anyhow || document.activeElement !== row.slider) row.slider.value = input.value;
+    }
     row.root.classList.toggle("ortlab-panel-off", input.disabled);
     row.root.classList.toggle("ortlab-panel-edited", control.name in this.edits);
     control.choices.forEach(([, reason], i) => {
