@@ -51,7 +51,7 @@ SLOW = (
 """Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
 
 PLAIN = (
-    "cluster/test_isolated.py::test_it_trains_as_in_the_kernel",
+    "cluster/test_isolated.py::test_it_trains_as_in_the_kernel[ort]",
     "cluster/test_training.py::test_a_run_moves_to_workers_and_back",
     "cluster/test_training.py::test_fifty_steps_in_ort",
     "browser/test_charts_in_lab.py::test_a_real_run_is_paused_and_stopped_while_it_is_awaited",
@@ -83,8 +83,14 @@ PLAIN = (
 """Tests that run again with plain onnxruntime, in `make plain`."""
 
 RULES = (
+    "cluster/test_isolated.py::test_it_trains_as_in_the_kernel[ort]",
+    "cluster/test_training.py::test_a_run_moves_to_workers_and_back[ort]",
+    "cluster/test_training.py::test_fifty_steps_in_ort[0-ort]",
+    "cluster/test_training.py::test_fifty_steps_in_ort[1-ort]",
+    "cluster/test_training.py::test_fifty_steps_in_ort[2-ort]",
     "engines/distributed/test_ranks_in_ort.py",
     "engines/ort/test_capture.py",
+    "engines/ort/test_engine.py",
     "engines/ort/test_lowering.py",
     "engines/ort/test_recompute.py",
     "engines/ort/test_unused_outputs.py",
