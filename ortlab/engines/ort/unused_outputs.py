@@ -123,12 +123,13 @@ class UnusedOutputs:
         self._absent.outputs = sum(absent)
 
     def _node(self, results: Sequence[Any]) -> Any:
-        """Return autograd's node of the call that had `results`."""
+        """Return autograd's node of the call that had `results`; views have it as their next."""
         for result in results:
-            node: Any = getattr(result, "grad_fn", None)
-            made_by = getattr(node, "_forward_cls", None)
-            if getattr(made_by, "metadata", None) is self._metadata:
-                return node
+            last: Any = getattr(result, "grad_fn", None)
+            for node in (last, *(each for each, _ in getattr(last, "next_functions", ()))):
+                made_by = getattr(node, "_forward_cls", None)
+                if getattr(made_by, "metadata", None) is self._metadata:
+                    return node
         return None
 
 

@@ -46,6 +46,14 @@ class Views(Heads):
         return first, first.t(), scaled[1:], scaled.flatten(), x[0], second.unsqueeze(1), self.scale
 
 
+class Bases(Heads):
+    """Views alone, of tensors that are no outputs."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, second, _ = super().forward(x)
+        return first[1:], first[:1], second[1:], second[:1]
+
+
 class Broken(Heads):
     """A model of two graphs."""
 
@@ -78,7 +86,7 @@ def assert_same(module: nn.Module, reference: nn.Module) -> None:
             assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
 
 
-@pytest.mark.parametrize("kind", [Heads, Nested, Views, Broken, InPlace])
+@pytest.mark.parametrize("kind", [Heads, Nested, Views, Bases, Broken, InPlace])
 def test_any_part_of_the_outputs_can_be_used(kind: type[Heads]) -> None:
     torch._dynamo.reset()
     model = kind()
