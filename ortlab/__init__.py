@@ -88,10 +88,14 @@ __all__ = [
 _MODULES = {
     "data": "ortlab.data",
     "hf": "ortlab.hf",
+    "keras": "ortlab.keras",
     "optim": "ortlab.optim",
     "squad": "ortlab.data.squad",
 }
-"""Public modules, by the name under which they are public."""
+"""Public modules, by the name under which they are public.
+
+``keras`` is not in ``__all__``: with it, ``from ortlab import *`` would need Keras.
+"""
 
 
 def __getattr__(name: str) -> Any:

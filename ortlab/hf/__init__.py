@@ -5,7 +5,7 @@ and `OrtLabCallback` shows the run of either.
 """
 
 from ortlab.hf.callback import OrtLabCallback
-from ortlab.hf.following import TrainerRun
 from ortlab.hf.trainer import Trainer
+from ortlab.training.trainer_run import TrainerRun
 
 __all__ = ["OrtLabCallback", "Trainer", "TrainerRun"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from ortlab.engines.base import wrapped_model
-from ortlab.hf.following import TrainerRun
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
+from ortlab.training.trainer_run import TrainerRun
 from ortlab.utils import at_exit
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.trainer_utils import TrainOutput
 
-    from ortlab.hf.following import TrainerRun
+    from ortlab.training.trainer_run import TrainerRun
 
 _COMPILED: Final = (
     "torch_compile=True and an engine of ORT both replace forward; remove one of them"

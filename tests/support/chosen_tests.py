@@ -43,6 +43,7 @@ SLOW = (
     "notebook/test_kernel.py",
     "notebook/test_privacy.py",
     "search/",
+    "test_keras.py",
     "test_other_systems.py",
     "test_torch_ort.py",
     "training/test_failures.py",
@@ -69,6 +70,7 @@ PLAIN = (
     "notebook/test_kernel.py",
     "notebook/views/test_panel.py::test_memory_of_engine_ort",
     "test_cli.py",
+    "test_keras.py",
     "test_notebooks.py::test_finetune_bert_beats_the_majority",
     "test_notebooks.py::test_first_run_shows_the_same_losses",
     "test_notebooks.py::test_runs_whole[01_",
@@ -101,6 +103,7 @@ RULES = (
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
     "graph/test_source_lines.py",
+    "test_keras.py",
     "zoo/test_sweep.py",
 )
 """Tests of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""

@@ -18,6 +18,7 @@ import ortlab
 ROOT = Path(__file__).parents[2]
 MODULES = {
     "hf": "Hugging Face's Trainer in ortlab's engines",
+    "keras": "Keras's fit, with live charts",
     "data": "data that is on every machine",
     "squad": "questions and answers in SQuAD's form",
     "optim": "the optimizers and schedules of ORT's first training API",

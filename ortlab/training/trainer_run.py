@@ -1,4 +1,4 @@
-"""A Trainer's run as seen from outside: its metrics, its state, its folder."""
+"""A run of another library's trainer as seen from outside: its metrics, state and folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortlab.engines.base import Report, wrapped_model
-from ortlab.engines.batch import count
+from ortlab.engines.batch import count, tensors
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
@@ -70,7 +70,7 @@ class Step(Turn):
 
 
 class TrainerRun(StoredRun):
-    """The run of one call of ``train``, recorded by `OrtLabCallback`.
+    """The run of one call of ``train``, recorded by a callback.
 
     It is a `metrics.recorder.Watched` and is saved like any run (see `history.run_folder`), with
     the Trainer's own arguments in ``trainer.json`` and without checkpoints, which the Trainer saves
@@ -79,32 +79,34 @@ class TrainerRun(StoredRun):
 
     Args:
         model: The model that the Trainer trains.
-        total_steps: Number of optimizer steps of the whole training.
+        total_steps: Number of optimizer steps of the whole training; None if it is not known.
         step: Optimizer steps that were done before, if it resumes from a checkpoint.
         settings: Settings that correspond to the Trainer's arguments.
         arguments: The Trainer's arguments.
         name: Name of the run; None for the next run-N.
         root: Folder of the runs; None for the default.
         choice: Reason for the engine if "auto" was asked for; "" if it was named.
+        where: What trains, for the title.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        total_steps: int,
+        total_steps: int | None,
         step: int,
         settings: Mapping[str, Any],
         arguments: Mapping[str, Any],
         name: str | None = None,
         root: Path | None = None,
         choice: str = "",
+        where: str = "a Trainer",
     ) -> None:
         self.interactive = threading.current_thread() is not threading.main_thread()
         """True if pause and stop have an effect."""
         self.error: BaseException | None = None
         """Error that ``train`` raised, if it is known."""
-        self._kind = model.__class__.__name__
+        self._kind, self._where = model.__class__.__name__, where
         self._model = weakref.ref(model)
         self._engine = wrapped_model(model)
         self._engine_asked = str(settings["engine"])
@@ -145,7 +147,7 @@ class TrainerRun(StoredRun):
     @property
     def title(self) -> str:
         """Title of the charts."""
-        return f"{self.name}: {self._kind} in a Trainer on {self.engine_used}"
+        return f"{self.name}: {self._kind} in {self._where} on {self.engine_used}"
 
     @property
     def model(self) -> nn.Module | None:
@@ -159,7 +161,8 @@ class TrainerRun(StoredRun):
 
     def __repr__(self) -> str:
         state = self.status().state
-        return f"<TrainerRun {self.name}: {state}, step {self._step}/{self._total}>"
+        total = "" if self._total is None else f"/{self._total}"
+        return f"<TrainerRun {self.name}: {state}, step {self._step}{total}>"
 
     # ---- calls of the callback -------------------------------------------------------------------
 
@@ -360,7 +363,7 @@ class TrainerRun(StoredRun):
     def _meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a training batch before forward, in the training thread."""
         if model.training and torch.is_grad_enabled() and not self.over():
-            self.turn.count(kwargs or args)
+            self.turn.count(args if tensors(args) else kwargs)
 
     def _now(self) -> Report:
         return Report(self._engine_asked) if self._engine is None else self._engine.report()
@@ -378,7 +381,7 @@ class TrainerRun(StoredRun):
         return (self._ended or time.perf_counter()) - self._began
 
     def _left_s(self) -> float | None:
-        if self.over() or not self.recorder.count:
+        if self.over() or not self.recorder.count or self._total is None:
             return None
         recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
         return (self._total - self._step) * float(recent[:, INDEX["step_ms"]].mean()) / 1e3
