@@ -1,6 +1,9 @@
-"""Numbers in sentences."""
+"""Numbers and lists in sentences."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
 
 
 def counted(number: int, noun: str) -> str:
@@ -11,3 +14,17 @@ def counted(number: int, noun: str) -> str:
         noun: Name of one of them.
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+FEW: Final = 3
+"""Number of names that a sentence lists."""
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first `FEW` of some names, and how many there are besides.
+
+    Args:
+        names: The names.
+    """
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return f"{', '.join(names[:FEW])}{more}"

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch._dynamo.utils import (
 )
 
 from ortlab.utils.errors import short_place
+from ortlab.utils.wording import FEW, counted, few
 
 _TORCH: Final = Path(inspect.getfile(torch)).parent
 _DYNAMO: Final = _TORCH / "_dynamo"
@@ -113,7 +115,10 @@ class CompileLog:
         return {place: len(reasons) for place, reasons in list(self._again.items())}
 
     def remarks(self, past: Mapping[str, int] | None = None) -> list[str]:
-        """Return a line for each code that is skipped, each break, and each code compiled again.
+        """Return lines on code that is skipped, breaks, and code that was compiled again.
+
+        Code that is skipped for one reason shares a line. Of code that was compiled again, that
+        with the most recompilations is named.
 
         Args:
             past: Earlier answer of `recompilations`, to leave those out.
@@ -122,16 +127,22 @@ class CompileLog:
         since = {
             place: reasons[told.get(place, 0) :] for place, reasons in list(self._again.items())
         }
+        places = defaultdict[str, list[str]](list)
+        for place, why in list(self._skipped.items()):
+            places[why].append(place)
         skipped = [
-            f"{place} runs in eager torch: {why}" for place, why in list(self._skipped.items())
+            f"{few(of_one)} {'runs' if len(of_one) == 1 else 'run'} in eager torch: {why}"
+            for why, of_one in places.items()
         ]
+        most = sorted(((p, r) for p, r in since.items() if r), key=lambda each: -len(each[1]))
         again = [
             f"compiled again {_at(place)}: {reasons[0]}"
             if len(reasons) == 1
             else f"compiled {len(reasons)} more times {_at(place)}, the last time: {reasons[-1]}"
-            for place, reasons in since.items()
-            if reasons
+            for place, reasons in most[:FEW]
         ]
+        if others := [len(reasons) for _, reasons in most[FEW:]]:
+            again.append(f"compiled again {counted(sum(others), 'time')} elsewhere")
         return [*skipped, *self._breaks, *again]
 
     def begin(self) -> str:

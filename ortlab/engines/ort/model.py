@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final
@@ -45,6 +45,7 @@ from ortlab.settings import EngineSettings
 from ortlab.utils.errors import Concise
 from ortlab.utils.process_memory import memory
 from ortlab.utils.rng import RandomStates
+from ortlab.utils.wording import FEW, few
 
 _LIMITS: Final[dict[str, Any]] = {
     "recompile_limit": 64,
@@ -81,7 +82,6 @@ _OF_CAPTURE: Final = (
 """Modules that raise errors of a capture; eager torch calls none of them."""
 
 _MOST_MOVES: Final = 20
-_FEW: Final = 3
 
 
 class CaptureFailed(Concise, RuntimeError):
@@ -577,7 +577,7 @@ class OrtModel:
         if not names:
             return []
         return [
-            f"gradient zero where eager torch's is None: {_few(names)}; the loss uses no output "
+            f"gradient zero where eager torch's is None: {few(names)}; the loss uses no output "
             "that depends on it, and it has a hook"
         ]
 
@@ -629,17 +629,12 @@ def _in_torch(operators: Iterable[TorchOperators]) -> Iterator[str]:
     """Yield a line for each operator in torch, or one for many that are there for one reason."""
     by_reason: dict[str, dict[str, str]] = defaultdict(dict)
     for each in sorted(operators, key=lambda each: (each.operator, each.lines)):
-        lines = f" at {_few(each.lines)}" if each.lines else ""
+        lines = f" at {few(each.lines)}" if each.lines else ""
         by_reason[each.reason][f"{each.operator}{lines}"] = each.operator
     for reason, told in sorted(by_reason.items()):
         names = sorted({*told.values()})
-        together = [_few(names)] if len(names) > _FEW else told
+        together = [few(names)] if len(names) > FEW else told
         yield from (f"{each} in torch: {reason}" for each in together)
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return f"{', '.join(names[:_FEW])}{more}"
 
 
 def _is_of_capture(error: Exception) -> bool:

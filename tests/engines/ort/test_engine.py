@@ -23,6 +23,7 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort import check, session
 from ortlab.engines.ort import model as ort_model
+from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.lowering import graph as lowering
 from ortlab.engines.ort.model import CaptureFailed
 from ortlab.engines.registry import engine
@@ -463,6 +464,21 @@ def test_a_part_that_dynamo_skips_is_named() -> None:
     assert found.remarks[1] == (
         f"{line_of(Loop, 0)} runs in eager torch: graph break at {line_of(Loop, 3)}: {USERS_BREAK}"
     )
+
+
+def test_what_happened_in_many_places_has_few_lines() -> None:
+    log = CompileLog(lambda _: None)
+    log._skipped = {f"a.py:{i}": "a break" for i in range(5)} | {"b.py:1": "another"}
+    log._again = {f"c.py:{i}": ["first", *["size"] * i] for i in range(5)}
+    assert log.remarks() == [
+        "a.py:0, a.py:1, a.py:2 and 2 more run in eager torch: a break",
+        "b.py:1 runs in eager torch: another",
+        "compiled 5 more times at c.py:4, the last time: size",
+        "compiled 4 more times at c.py:3, the last time: size",
+        "compiled 3 more times at c.py:2, the last time: size",
+        "compiled again 3 times elsewhere",
+    ]
+    assert len(log.remarks(log.recompilations())) == 2
 
 
 class Mode(nn.Module):
