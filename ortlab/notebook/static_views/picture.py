@@ -38,7 +38,7 @@ FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
 ERROR_LINES = 3
 CHANGES = 8  # settings changes in the heading; the last ones are shown
-CHANGE_LINES = 3  # lines per change
+WRAPPED_LINES = 3  # lines that one change or remark may take
 MARKS_IN_ROW = 20  # numbers of changes that fit side by side in a chart
 MARK_ROWS = 4
 MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
@@ -113,7 +113,7 @@ def _heading(
         (plain_text.headline(watched.title, plain), TEXT, "bold"),
         (badges, COLORS[1], "bold"),
         (summary(watched.recorder, rows), TEXT, "normal"),
-        *((line, TEXT, "normal") for line in status.lines),
+        *((part, TEXT, "normal") for line in status.lines for part in _wrapped(line)),
         *((line, TEXT, "normal") for line in _told(changed)),
         *((line, COLORS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
     ]
@@ -125,14 +125,14 @@ def _told(changed: list[Change]) -> list[str]:
     left = len(changed) - CHANGES
     lines = [f"changes 1 to {left}: see the run's metrics"] if left > 0 else []
     for change in changed[-CHANGES:]:
-        lines += textwrap.wrap(
-            f"[{change.number}] {plain_text.said(change)}",
-            LINE,
-            subsequent_indent="    ",
-            max_lines=CHANGE_LINES,
-            placeholder=" …",
-        )
+        lines += _wrapped(f"[{change.number}] {plain_text.said(change)}")
     return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, LINE, subsequent_indent="    ", max_lines=WRAPPED_LINES, placeholder=" …"
+    )
 
 
 def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> None:
