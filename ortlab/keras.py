@@ -21,11 +21,8 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError("ortlab.keras needs Keras: pip install keras", name="keras") from None
 
-from ortlab.engines.base import wrapped_model
 from ortlab.session import session
-from ortlab.settings import FinetuneSettings
-from ortlab.training.trainer_run import TrainerRun
-from ortlab.utils import at_exit
+from ortlab.training.trainer_run import TrainerRun, settings_of
 
 __all__ = ["OrtLabCallback", "TrainerRun"]
 
@@ -73,7 +70,8 @@ class OrtLabCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 f"OrtLabCallback needs Keras's torch backend, and this is {keras.backend.backend()}"
                 '; set os.environ["KERAS_BACKEND"] = "torch" before keras is imported'
             )
-        self._ended("fit ended without on_train_end: it raised or was interrupted")
+        if self.run is not None:
+            self.run.supersede()
         entry = session.wrapped.entry(self.model)
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._step = 0
@@ -86,9 +84,9 @@ class OrtLabCallback(keras.callbacks.Callback):  # type: ignore[misc]
             name=self._name,
             choice="" if entry is None else entry.choice,
             where="Keras's fit",
+            call="fit",
         )
         session.trainers.append(self.run)
-        at_exit.register(self._with_python)
         session.show(self.run)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -119,30 +117,16 @@ class OrtLabCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
         """End the run; ``fit`` is about to return."""
-        self._ended(None)
-
-    def _ended(self, why: str | None) -> None:
         if self.run is not None:
-            at_exit.unregister(self._with_python)
-            self.run.end(why=why)
-
-    def _with_python(self) -> None:
-        self._ended("Python exited before fit ended")
+            self.run.end()
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that correspond to those of ``fit``, as far as there are any."""
-        declared = FinetuneSettings.declarations()
-        known: dict[str, Any] = {"engine": "eager"}
-        if (wrapped := wrapped_model(self.model)) is not None:
-            known = wrapped.settings.as_dict()
+        known = settings_of(self.model)
+        del known["batch_size"]  # Keras does not tell it
         chosen = {
             "num_train_epochs": self.params.get("epochs"),
             "learning_rate": float(self.model.optimizer.learning_rate),
             "optimizer": _OPTIMIZERS.get(type(self.model.optimizer).__name__),
         }
-        defaults = {name: each.default for name, each in declared.items() if name != "batch_size"}
-        return {
-            **defaults,
-            **{name: value for name, value in known.items() if name in declared},
-            **{name: value for name, value in chosen.items() if value is not None},
-        }
+        return known | {name: value for name, value in chosen.items() if value is not None}

@@ -13,12 +13,11 @@ from torch import nn
 from ortlab.engines import batch as batches
 from ortlab.engines.torch.stepper import autocast_for
 from ortlab.utils.rng import undisturbed_random
+from ortlab.utils.wording import few
 
 if TYPE_CHECKING:
     from ortlab.engines.base import Batch, LossFunction
     from ortlab.settings import FinetuneSettings
-
-_FEW = 3
 
 
 def first_bad(
@@ -89,9 +88,7 @@ def _in_batch(batch: Batch) -> tuple[str, list[int]]:
 def _samples(rows: Sequence[int]) -> str:
     if not rows:
         return ""
-    some = ", ".join(map(str, rows[:_FEW]))
-    more = f" and {len(rows) - _FEW} more" if len(rows) > _FEW else ""
-    return f", sample{'s' * (len(rows) > 1)} {some}{more}"
+    return f", sample{'s' * (len(rows) > 1)} {few([*map(str, rows)])}"
 
 
 def _in_weights(model: nn.Module) -> str:

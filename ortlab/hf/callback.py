@@ -8,9 +8,7 @@ from transformers import TrainerCallback
 
 from ortlab.engines.base import wrapped_model
 from ortlab.session import session
-from ortlab.settings import FinetuneSettings
-from ortlab.training.trainer_run import TrainerRun
-from ortlab.utils import at_exit
+from ortlab.training.trainer_run import TrainerRun, settings_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +55,8 @@ class OrtLabCallback(TrainerCallback):
         _restart_dropout(model, args, state)
         if not state.is_world_process_zero:
             return
-        self.ended(None, why="train ended without on_train_end: it raised or was interrupted")
+        if self.run is not None:
+            self.run.supersede()
         entry = session.wrapped.entry(model)
         self.run = TrainerRun(
             model,
@@ -69,7 +68,6 @@ class OrtLabCallback(TrainerCallback):
             choice="" if entry is None else entry.choice,
         )
         session.trainers.append(self.run)
-        at_exit.register(self._with_python)
         if _is_idle_fp16(args):
             self.run.tell("warning", f"fp16=True has no effect: {FP16_ON_CPU}")
         session.show(self.run)
@@ -111,19 +109,14 @@ class OrtLabCallback(TrainerCallback):
         """End the run; ``train`` is about to return."""
         self.ended(None)
 
-    def ended(self, error: BaseException | None, why: str | None = None) -> None:
+    def ended(self, error: BaseException | None) -> None:
         """End the active run, if there is one.
 
         Args:
             error: What ``train`` raised; None if it did not raise.
-            why: Reason of a failure whose error is not known.
         """
         if self.run is not None:
-            at_exit.unregister(self._with_python)
-            self.run.end(error, why)
-
-    def _with_python(self) -> None:
-        self.ended(None, why="Python exited before train ended")
+            self.run.end(error)
 
 
 def _is_idle_fp16(args: TrainingArguments) -> bool:
@@ -137,10 +130,8 @@ def _restart_dropout(model: nn.Module, args: TrainingArguments, state: TrainerSt
 
 def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """Return the settings that correspond to the Trainer's arguments, as far as there are any."""
-    known: dict[str, Any] = {"engine": "eager"}
-    if (wrapped := wrapped_model(model)) is not None:
-        known = wrapped.settings.as_dict()
-    precision = known.get("precision", "fp32")
+    known = settings_of(model)
+    precision = known["precision"]
     if args.bf16 or (args.fp16 and not _is_idle_fp16(args)):
         precision = "bf16" if args.bf16 else "fp16"
     optimizer = str(getattr(args.optim, "value", args.optim)).partition("_")[0]
@@ -164,10 +155,7 @@ def _settings(model: nn.Module, args: TrainingArguments, state: TrainerState) ->
         chosen["optimizer"] = _OPTIMIZERS[optimizer]
     if schedule in _SCHEDULES:
         chosen["lr_scheduler_type"] = schedule
-    declared = FinetuneSettings.declarations()
-    defaults = {name: each.default for name, each in declared.items()}
-    known = {name: value for name, value in known.items() if name in declared}
-    return {**defaults, **known, **chosen}
+    return known | chosen
 
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:

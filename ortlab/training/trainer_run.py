@@ -21,9 +21,11 @@ from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
+from ortlab.settings import FinetuneSettings
 from ortlab.training.evaluator import Evaluation, best
 from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
+from ortlab.utils import at_exit
 from ortlab.utils.environment import environment
 from ortlab.utils.process_memory import SAMPLER, Meter
 
@@ -31,6 +33,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WAIT_S = 0.1
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Return the settings of a model's engine, and the defaults of all others.
+
+    Args:
+        model: A model, wrapped or not.
+    """
+    declared = FinetuneSettings.declarations()
+    found = {name: each.default for name, each in declared.items()} | {"engine": "eager"}
+    if (wrapped := wrapped_model(model)) is not None:
+        own = wrapped.settings.as_dict()
+        found |= {name: value for name, value in own.items() if name in declared}
+    return found
 
 
 class Step(Turn):
@@ -87,6 +103,7 @@ class TrainerRun(StoredRun):
         root: Folder of the runs; None for the default.
         choice: Reason for the engine if "auto" was asked for; "" if it was named.
         where: What trains, for the title.
+        call: The method that trains, for errors.
     """
 
     def __init__(
@@ -101,12 +118,13 @@ class TrainerRun(StoredRun):
         root: Path | None = None,
         choice: str = "",
         where: str = "a Trainer",
+        call: str = "train",
     ) -> None:
         self.interactive = threading.current_thread() is not threading.main_thread()
         """True if pause and stop have an effect."""
         self.error: BaseException | None = None
         """Error that ``train`` raised, if it is known."""
-        self._kind, self._where = model.__class__.__name__, where
+        self._kind, self._where, self._call = model.__class__.__name__, where, call
         self._model = weakref.ref(model)
         self._engine = wrapped_model(model)
         self._engine_asked = str(settings["engine"])
@@ -143,6 +161,7 @@ class TrainerRun(StoredRun):
             self.tell("note", choice)
         if step:
             self.tell("note", f"resumed from a checkpoint at step {step}")
+        at_exit.register(self._end_with_python)
 
     @property
     def title(self) -> str:
@@ -270,6 +289,7 @@ class TrainerRun(StoredRun):
         """
         if self.over():
             return
+        at_exit.unregister(self._end_with_python)
         INTERCEPTION.leave(self)
         self._hook.remove()
         self.flush()
@@ -294,6 +314,13 @@ class TrainerRun(StoredRun):
         sqlite_index.note(self.folder)
         self._engine = None  # it refers to the model
         self._over.set()
+
+    def supersede(self) -> None:
+        """End the run because another begins: a call that raised tells its callbacks nothing."""
+        self.end(why=f"{self._call} ended without on_train_end: it raised or was interrupted")
+
+    def _end_with_python(self) -> None:
+        self.end(why=f"Python exited before {self._call} ended")
 
     # ---- calls of views --------------------------------------------------------------------------
 

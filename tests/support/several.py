@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 Found = list[dict[str, Any]]
@@ -57,3 +59,14 @@ def check_parity(found: list[Any], name: str) -> None:
         assert each["communication_ms"] > 0
         assert each["engine"] == name
     assert len({each["digest"] for each in found}) == 1
+
+
+def check_failure(found: list[Any]) -> None:
+    """Check that no rank took a step in which one failed, and that all went on as one process."""
+    other, failed = found
+    assert len(other["told"]) == 3
+    assert all("RankFailed: rank 1 of 2 has failed" in told for told in other["told"])
+    assert failed["told"] == ["ValueError: a row is out of range"] * 3
+    for each in (other, failed):
+        assert each["error"] < TOLERANCE
+        assert each["loss"][0] == pytest.approx(each["loss"][1], rel=TOLERANCE)
