@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from ortlab.engines.ort import draws
+from ortlab.engines.ort.lowering.graph import VIEWS
 from ortlab.engines.ort.model import OrtModel
-from ortlab.engines.ort.onnx_model import VIEWS, is_number, tensors_in
+from ortlab.engines.ort.onnx_model import is_number, tensors_in
 
 _CASTS: Final = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from ortlab.engines.ort.lowering.graph import carried, has_instructions
+
 _OPERATOR = torch.nn.functional.scaled_dot_product_attention
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
@@ -40,6 +42,30 @@ def attention(
     Returns:
         The weighted values, [..., heads, length, width of values].
     """
+    device = query.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
+    single = carried(dtype)
+    rest = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if single is dtype or has_instructions(dtype):
+        return _attention(query, key, value, *rest)
+    # As in torch's kernel, scores are not rounded to 16 bits.
+    query, key, value = (each.to(dtype).to(single) for each in (query, key, value))
+    with torch.autocast(device, enabled=False):
+        return _attention(query, key, value, *rest).to(dtype)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """See `attention`."""
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         shared = query.shape[-3] // key.shape[-3]

@@ -190,12 +190,30 @@ def _error(graph: fx.GraphModule, found: list[torch.Tensor], given: list[Any]) -
     if worst <= _TOLERANCE:
         return worst
     try:
-        exact = graph(*map(_doubled, given))
+        exact = _in_double(graph)(*map(_doubled, given))
     except RuntimeError:  # types do not fit in double precision
         return worst
     pairs = zip(exact, expected, found, strict=True)
     explained = all(_apart(e, o) <= max(_TOLERANCE, _NEAR * _apart(e, t)) for e, t, o in pairs)
     return 0.0 if explained else worst
+
+
+def _in_double(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph whose operators cast to double precision where they cast to another."""
+
+    def doubled(given: Any) -> Any:
+        if isinstance(given, tuple | list):
+            return type(given)(map(doubled, given))
+        is_float = isinstance(given, torch.dtype) and given.is_floating_point
+        return torch.float64 if is_float else given
+
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        copy = copies[node] = made.node_copy(node, lambda each: copies[each])
+        copy.args = doubled(copy.args)
+        copy.kwargs = {name: doubled(each) for name, each in copy.kwargs.items()}
+    return fx.GraphModule(graph, made)
 
 
 def _doubled(value: Any) -> Any:

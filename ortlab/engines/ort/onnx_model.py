@@ -23,6 +23,7 @@ from ortlab.engines.ort.lowering.graph import (
     NotLowered,
     OnnxGraph,
     Value,
+    carried,
     hint,
     lower,
     shape_of,
@@ -31,27 +32,6 @@ from ortlab.engines.ort.lowering.graph import (
 from ortlab.utils.errors import short_place
 
 aten = torch.ops.aten
-
-VIEWS: Final = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.detach.default,
-        aten.alias.default,
-    }
-)
-"""Operators that cost nothing in torch."""
 
 TANGENTS: Final = "tangents_"
 """Beginning of the names of gradients of results, which torch gives to the backward pass."""
@@ -184,7 +164,7 @@ def source_line(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Lowered:
-    """An FX graph as an ONNX model.
+    """An FX graph as an ONNX model; 16-bit floats are float32 in its inputs and outputs.
 
     Attributes:
         model: The model.
@@ -233,10 +213,10 @@ def values_of(node: fx.Node, names: Iterator[str]) -> Any:
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return Value(next(names), shape_of(value.shape), value.dtype)
+        return Value(next(names), shape_of(value.shape), carried(value.dtype))
     if isinstance(value, list | tuple):
         return [
-            None if each is None else Value(next(names), shape_of(each.shape), each.dtype)
+            None if each is None else Value(next(names), shape_of(each.shape), carried(each.dtype))
             for each in value
         ]
     return _number(value)
@@ -287,7 +267,7 @@ def lowered(module: fx.GraphModule) -> Lowered:
     for i, node in enumerate(placeholders):
         value, order = node.meta["val"], None
         if isinstance(value, torch.Tensor):
-            dtype = torch.uint8 if _is_mask(node) else value.dtype
+            dtype = torch.uint8 if _is_mask(node) else carried(value.dtype)
             known[node] = read = Value(node.name, shape_of(value.shape), dtype)
             order = _order_in_memory(value)
             if order is not None:
@@ -308,6 +288,7 @@ def lowered(module: fx.GraphModule) -> Lowered:
     for node in nodes:
         if node.op == "get_attr":
             tensor = getattr(module, str(node.target)).detach()
+            tensor = tensor.to(carried(tensor.dtype))
             known[node] = graph.constant(tensor.numpy(), tensor.dtype)
         elif node.op == "call_function":
             known[node] = _lowered_node(graph, node, known)
@@ -370,6 +351,8 @@ def _assembled(
         value = known[node]
         if value is None:
             raise NodeNotLowered(operator_of(node), "its rule leaves out a result")
+        if value.exact is not None and value.dtype is not node.meta["val"].dtype:
+            value = value.exact  # torch rounds it
         if value.name in taken:
             value = graph.copied(value)  # a result may be written to, and the other must not change
         taken.add(value.name)

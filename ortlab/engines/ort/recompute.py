@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ortlab.engines import plan_names
 from ortlab.engines.ort import draws
+from ortlab.engines.ort.lowering.graph import VIEWS
 from ortlab.engines.ort.onnx_model import (
-    VIEWS,
     bytes_of,
     form_of,
     is_number,

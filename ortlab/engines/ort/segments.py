@@ -28,15 +28,17 @@ from ortlab.engines.ort import draws, session
 from ortlab.engines.ort.lowering.graph import (
     ONNX_TYPES,
     RULES,
+    VIEWS,
     NotLowered,
     OnnxGraph,
     Value,
+    carried,
+    has_instructions,
     hints,
     lower,
 )
 from ortlab.engines.ort.onnx_model import (
     TANGENTS,
-    VIEWS,
     NodeNotLowered,
     bind_number,
     bytes_of,
@@ -171,8 +173,11 @@ def _unfit(node: fx.Node) -> str | None:
         tensor for each in node.all_input_nodes for tensor in tensors_in(each.meta.get("val"))
     ]
     for tensor in [*inputs, *tensors_in(node.meta.get("val"))]:
-        if tensor.dtype not in ONNX_TYPES:
-            return f"tensors of type {str(tensor.dtype).removeprefix('torch.')}"
+        if carried(tensor.dtype) is not tensor.dtype:
+            if has_instructions(tensor.dtype):
+                return f"this CPU has instructions for {_short(tensor.dtype)}, which torch uses"
+        elif tensor.dtype not in ONNX_TYPES:
+            return f"tensors of type {_short(tensor.dtype)}"
         if tensor.device.type != "cpu":
             return f"tensors on the device {tensor.device.type}"
         if tensor.layout is not torch.strided:
@@ -180,6 +185,10 @@ def _unfit(node: fx.Node) -> str | None:
     if draws.is_random(node):
         return "it draws random numbers"
     return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Segments
@@ -212,6 +221,7 @@ class OrtSegment(torch.nn.Module):
         self._inputs, self._lasting, plain = self._ordered_inputs()
         reads = [self.lowered.inputs[name] for name in self._inputs]
         self._plain, self._others = [i for i, _ in reads[:plain]], reads[plain:]
+        self._halves = self._half_outputs()
         self.seconds, self.calls = 0.0, 0
         self.divided: Division | None = None
         self._severity = severity
@@ -221,8 +231,8 @@ class OrtSegment(torch.nn.Module):
     def _ordered_inputs(self) -> tuple[list[str], int, int]:
         """Return the inputs, the number of those that mostly stay, and of those read as they are.
 
-        Tensors of the model with fixed shapes come first, then other tensors, then numbers and
-        tensors whose dimensions have another order in memory.
+        Tensors of the model with fixed shapes come first, then other tensors, then numbers, 16-bit
+        floats, and tensors whose dimensions have another order in memory.
         """
         placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
 
@@ -231,12 +241,21 @@ class OrtSegment(torch.nn.Module):
             node = placeholders[i]
             if order is not None or is_number(node):
                 return 2
-            fixed = all(isinstance(size, int) for size in node.meta["val"].shape)
+            value = node.meta["val"]
+            if carried(value.dtype) is not value.dtype:
+                return 2
+            fixed = all(isinstance(size, int) for size in value.shape)
             return 0 if fixed and node.name.startswith(OF_MODEL) else 1
 
         names = sorted(self.lowered.inputs, key=group)
         groups = [group(name) for name in names]
         return names, groups.count(0), len(names) - groups.count(2)
+
+    def _half_outputs(self) -> list[tuple[int, torch.dtype]]:
+        """Return the outputs that are 16-bit floats in torch, float32 in ORT, and their types."""
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        types = [node.meta["val"].dtype for node in output.args[0]]
+        return [(i, dtype) for i, dtype in enumerate(types) if carried(dtype) is not dtype]
 
     def restart(self, *, optimize: bool = True) -> None:
         """Create the session again.
@@ -301,6 +320,8 @@ class OrtSegment(torch.nn.Module):
                 given = [arguments[i].contiguous() for i in self._plain]
                 given += [_fed(arguments[i], order) for i, order in self._others]
                 made = self._session(given)
+                for i, dtype in self._halves:
+                    made[i] = made[i].to(dtype)
             except SessionFailed as error:
                 blamed = _blamed(self.graph, str(error))
                 if blamed.node is None:
@@ -337,10 +358,11 @@ class OrtSegment(torch.nn.Module):
 
 
 def _fed(value: Any, order: list[int] | None) -> torch.Tensor:
-    """Return a number, or a tensor with its dimensions in another order, as ORT reads it."""
+    """Return a number, a 16-bit float or a tensor with another order in memory as ORT reads it."""
     if not isinstance(value, torch.Tensor):
         return torch.tensor([value], dtype=torch.float64 if isinstance(value, float) else None)
-    return value.contiguous() if order is None else value.permute(order).contiguous()
+    moved: torch.Tensor = value if order is None else value.permute(order)
+    return moved.to(carried(moved.dtype)).contiguous()
 
 
 _NO_KERNEL: Final = re.compile(r"Could not find an implementation for (\w+)\(")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ortlab.engines.ort import draws
+from ortlab.engines.ort import draws, segments
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ort.capture import Backend
 from ortlab.engines.ort.lowering import graph as lowering
@@ -468,7 +468,11 @@ def test_a_view_in_torch_of_a_result_with_other_strides() -> None:
         pair.compare(torch.randn(rows, 5, 6))
 
 
-def test_half_precision_runs_in_torch() -> None:
+@pytest.mark.parametrize("fast", [True, False], ids=["with instructions", "without"])
+def test_autocast_runs_in_torch_where_the_cpu_has_instructions_for_it_else_in_ort(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "has_instructions", lambda _: fast)
     pair = Pair(mlp())
     inputs = torch.randn(5, 6)
     made = []
@@ -479,7 +483,8 @@ def test_half_precision_runs_in_torch() -> None:
         made.append(output)
         output.float().sum().backward()
     torch.testing.assert_close(*made)
-    assert "tensors of type bfloat16" in in_torch(pair.backend).values()
+    reason = "this CPU has instructions for bfloat16, which torch uses"
+    assert {*in_torch(pair.backend).values()} == ({reason} if fast else set())
 
 
 def test_an_operator_that_ort_refuses_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import ortlab
 from ortlab.engines.base import wrapped_model
-from ortlab.engines.ort import check, session
+from ortlab.engines.ort import check, segments, session
 from ortlab.engines.ort import model as ort_model
 from ortlab.engines.ort.compile_log import CompileLog
 from ortlab.engines.ort.lowering import graph as lowering
@@ -745,7 +745,8 @@ def test_a_run_of_a_wrapped_model_has_settings_of_its_own(tmp_path: Path) -> Non
         ortlab.wrap(Net(), engine="ort", save_onnx=str(tmp_path / "nowhere" / "net"))
 
 
-def test_a_run_reports_on_itself_alone() -> None:
+def test_a_run_reports_on_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "has_instructions", lambda _: True)
     data = [(torch.randn(8, 6), torch.randint(0, 4, (8,)))]
     wrapped, _ = pair(nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 4)))
     told, spent = [], []

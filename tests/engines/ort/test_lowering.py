@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as in torch's documentation
 
+from ortlab.engines.ort import attention, segments
 from ortlab.engines.ort.capture import Backend
 from ortlab.engines.torch.thread_count import threads
 from tests.support.captured import in_torch
@@ -641,6 +642,52 @@ def test_results_and_gradients_are_those_of_eager_torch(name: str, dynamic: bool
         _compare(_outcome(function, inputs), _outcome(compiled, inputs))
     assert set(in_torch(backend)) == IN_TORCH.get((name, dynamic), set())
     assert backend.graphs
+
+
+def _as(dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return inputs with floats of another type."""
+    return tuple(
+        x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    )
+
+
+WITH_FLOATS = [name for name, (_, xs) in EVERY.items() if any(map(torch.is_floating_point, xs))]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, id="bf16"),
+        pytest.param(torch.float16, id="fp16", marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("name", WITH_FLOATS)
+def test_16_bit_floats_are_as_near_to_double_precision_as_in_eager_torch(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (segments, attention):
+        monkeypatch.setattr(module, "has_instructions", lambda _: False)
+    function, inputs = EVERY[name]
+    inputs = _as(dtype, inputs)
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        exact = _outcome(function, _as(torch.float64, inputs))
+        expected = _outcome(function, inputs)
+        compiled = torch.compile(function, backend=(backend := Backend()), fullgraph=True)
+        found = _outcome(compiled, inputs)
+    near = 4 * torch.finfo(dtype).eps
+    for right, one, other in zip(exact, expected, found, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        right = torch.where(one.isfinite(), right, one).double()
+        apart = (one.double() - right).abs().nan_to_num(0).max() if one.numel() else 0
+        torch.testing.assert_close(
+            other.double(), right, rtol=near, atol=near + 2 * float(apart), equal_nan=True
+        )
+    assert set(in_torch(backend)) <= IN_TORCH.get((name, False), set())
 
 
 ADDED = {

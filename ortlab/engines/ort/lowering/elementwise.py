@@ -14,6 +14,7 @@ from ortlab.engines.ort.lowering.graph import (
     Number,
     OnnxGraph,
     Value,
+    carried,
     lowers,
     result,
 )
@@ -377,6 +378,12 @@ def _common_type(node: fx.Node) -> torch.dtype:
     return torch.result_type(*plain)
 
 
+def _compared(number: Operand, dtype: torch.dtype) -> Operand:
+    """Return what torch compares tensors of a type with: a number is rounded to the type."""
+    is_plain = isinstance(number, int | float) and dtype.is_floating_point
+    return torch.tensor(number, dtype=dtype).item() if is_plain else number
+
+
 def _plain(value: Any) -> Any:
     """Return a number of the same type in place of one that torch knows by its symbol."""
     if isinstance(value, torch.SymInt):
@@ -388,7 +395,8 @@ def _comparison_rule(name: str, operator: str, *, negate: bool = False) -> None:
     @lowers(getattr(aten, name).Tensor, getattr(aten, name).Scalar)
     def rule(graph: OnnxGraph, node: fx.Node, one: Value, other: Operand) -> Value:
         """Lower eq, ne, lt, le, gt, ge to Equal, Less, LessOrEqual, ..., Not."""
-        dtype = _common_type(node)
+        common = _common_type(node)
+        other, dtype = _compared(other, common), carried(common)
         if dtype is torch.bool and operator != "Equal":
             dtype = torch.int32
         made = graph.compare(operator, graph.cast(one, dtype), graph.scalar(other, dtype))

@@ -6,6 +6,7 @@ structure, never through SymInt, whose comparisons would add guards to the compi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,12 @@ ONNX_TYPES: Final = {
     torch.uint8: TensorProto.UINT8,
     torch.bool: TensorProto.BOOL,
 }
-"""Types of the values of an ORT segment; operators on others run in torch."""
+"""Types of the values of an ORT segment; operators on others run in torch, see also `carried`."""
+
+_HALVES: Final = {
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.float16: TensorProto.FLOAT16,
+}
 
 NUMPY_TYPES: Final = {
     torch.float32: np.float32,
@@ -47,6 +53,54 @@ NUMPY_TYPES: Final = {
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
+
+_INSTRUCTIONS: Final = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "avx10_1", "fp16_arith"),
+}
+"""Instruction sets that make torch's products of a type fast, as torch names them."""
+
+aten = torch.ops.aten
+
+VIEWS: Final = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+"""Operators that cost nothing in torch."""
+
+_MOVES: Final = VIEWS | {
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.embedding.default,
+    aten.flip.default,
+    aten.repeat.default,
+    aten.neg.default,
+    aten.relu.default,
+}
+"""Operators whose results have the precision of their arguments: they are not rounded."""
 
 Size: TypeAlias = "int | sympy.Expr"
 """Size of a dimension."""
@@ -60,6 +114,29 @@ RULES: Final[dict[Any, Rule]] = {}
 
 class NotLowered(Exception):
     """Raised when a rule does not cover a call; the operator then runs in torch."""
+
+
+def carried(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which an ORT segment has tensors of a type: float32 for 16-bit floats.
+
+    ORT's kernels for CPUs compute in float32, and results are rounded to the 16-bit type, as in
+    torch's kernels.
+
+    Args:
+        dtype: Type of a tensor in torch.
+    """
+    return torch.float32 if dtype in _INSTRUCTIONS else dtype
+
+
+@functools.cache
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Return True if this CPU has instructions for products of a 16-bit type, or it is unknown.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16.
+    """
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # newer torch
+    return not known or any(known.get(name) for name in _INSTRUCTIONS[dtype])
 
 
 def lowers(*operators: Any) -> Callable[[F], F]:
@@ -88,6 +165,7 @@ class Value:
         dtype: Type of the elements.
         transposed: For the result of a Transpose, its input and the permutation.
         merged: For the result of a Reshape that merges the first two of four dimensions, its input.
+        exact: For a result that is rounded to 16 bits, the result before.
     """
 
     name: str
@@ -95,6 +173,7 @@ class Value:
     dtype: torch.dtype
     transposed: tuple[Value, tuple[int, ...]] | None = None
     merged: Value | None = None
+    exact: Value | None = None
 
     @property
     def rank(self) -> int:
@@ -377,6 +456,16 @@ class OnnxGraph:
 
     # Common operators
 
+    def rounded(self, value: Value, dtype: torch.dtype) -> Value:
+        """Round a float32 tensor to the precision of a 16-bit type.
+
+        Args:
+            value: Tensor.
+            dtype: torch.bfloat16 or torch.float16.
+        """
+        half = self.value("Cast", value, shape=value.shape, dtype=dtype, to=_HALVES[dtype])
+        return replace(self.cast(half, value.dtype), exact=value)
+
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
         """Cast a tensor.
 
@@ -610,7 +699,7 @@ class Result:
 
     Attributes:
         shape: Sizes.
-        dtype: Type of the elements.
+        dtype: Type of the elements, see `carried`.
     """
 
     shape: tuple[Size, ...]
@@ -625,7 +714,7 @@ def result(node: fx.Node, i: int | None = None) -> Result:
         i: Number of the result, for an operator with several.
     """
     value = node.meta["val"] if i is None else node.meta["val"][i]
-    return Result(shape_of(value.shape), value.dtype)
+    return Result(shape_of(value.shape), carried(value.dtype))
 
 
 def lower(graph: OnnxGraph, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
@@ -652,12 +741,13 @@ def lower(graph: OnnxGraph, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
             return known[given]
         if isinstance(given, list | tuple):
             return [argument(each) for each in given]
-        return given
+        return carried(given) if isinstance(given, torch.dtype) else given
 
     arguments = [argument(each) for each in node.args]
     named = {name: argument(each) for name, each in node.kwargs.items()}
     try:
-        return _as_torch_has_it(rule(graph, node, *arguments, **named), node.meta["val"])
+        made = _as_torch_has_it(rule(graph, node, *arguments, **named), node.meta["val"])
+        return made if node.target in _MOVES else _rounded(graph, made, node.meta["val"])
     except NotLowered:
         raise
     # A defect of a rule costs speed, not the model: torch runs the operator, as the report says.
@@ -677,9 +767,17 @@ def _as_torch_has_it(made: Any, meant: Any) -> Any:
         for one, other in zip(made.shape, shape, strict=True)
         if isinstance(one, int) and isinstance(other, int)
     ]
-    assert made.dtype is meant.dtype, f"{made} in place of {meant.dtype}"
+    assert made.dtype is carried(meant.dtype), f"{made} in place of {meant.dtype}"
     assert all(known), f"{made} in place of {shape}"
     return replace(made, shape=shape)
+
+
+def _rounded(graph: OnnxGraph, made: Any, meant: Any) -> Any:
+    """Return a rule's result with the precision that it has in torch."""
+    if isinstance(made, list):
+        return [_rounded(graph, *each) for each in zip(made, meant, strict=True)]
+    is_half = made is not None and made.dtype is not meant.dtype
+    return graph.rounded(made, meant.dtype) if is_half else made
 
 
 DEFECT: Final = "its rule failed"
