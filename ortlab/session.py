@@ -107,7 +107,8 @@ class ModelReports:
             )
         of_ort = cast("OrtModel", record)
         with of_ort.held():  # another thread's call would be the last one
-            return source_lines(of_ort, self.profile(model, batch, **settings))
+            profile = self.profile(model, batch, **settings)
+            return source_lines(of_ort, profile, self.graphs(model))
 
     def check(self, model: nn.Module) -> StepCheck:
         """See `ortlab.api.check`."""

@@ -17,6 +17,7 @@ from ortlab.graph.capture import Overlay, Stage
 from ortlab.graph.profile_ort import NodeTime, OrtProfile, PhaseTime
 from ortlab.graph.profile_torch import Eager
 from ortlab.utils import svg_bars
+from ortlab.utils.errors import short_place
 from ortlab.utils.tables import Column, Table
 
 K = TypeVar("K", bound=Hashable)
@@ -68,10 +69,11 @@ class OpTime:
 
 @dataclass(frozen=True)
 class LineTime:
-    """A line of user code: time of its operators and their gradients by phase."""
+    """A line of user code: time of its operators and their gradients by phase, and in eager."""
 
     line: str
     us: Mapping[str, float]
+    eager_us: float
 
 
 class Profile:
@@ -190,13 +192,19 @@ class Profile:
             most: Maximum number of rows.
         """
         sums = _sums(((node.source, node.phase), node.us) for node in self.nodes)
-        lines = dict.fromkeys(line for line, _ in sums)
-        rows = [LineTime(line or _UNKNOWN, self._phased(sums, line)) for line in lines]
+        eager = _sums((short_place(*place), us) for (place, _), us in self.eager.line_us.items())
+        rows = [
+            LineTime(
+                line or _UNKNOWN, self._phased(sums, line), eager.get(line.partition(": ")[0], 0.0)
+            )
+            for line in dict.fromkeys(line for line, _ in sums)
+        ]
         rows.sort(key=lambda row: -sum(row.us.values()))
         columns: list[Column[LineTime]] = [
             Column("line", lambda row: row.line),
             *_times("", self.phases, lambda row: row.us),
             Column("share", lambda row: self._share(sum(row.us.values())), number=True),
+            Column("eager ms", lambda row: _ms(row.eager_us) if row.eager_us else "-", number=True),
         ]
         notes = _more(len(rows) - most, "lines")
         return Table(rows[:most], columns, notes=notes, empty=_NO_NODES)

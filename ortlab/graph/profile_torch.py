@@ -1,32 +1,54 @@
-"""Time of each module in eager torch, forward and backward.
+"""Time of each module and of each line of code in eager torch, forward and backward.
 
-Every moment belongs to one owner. While a module's forward runs, its time belongs to that module,
-except for the time of the modules within it. The time of a node of autograd's graph belongs to the
-module that created the node. The node's sequence number shows which module that was, because
-autograd numbers nodes in the order in which forward creates them
-(https://docs.pytorch.org/docs/stable/autograd.html#profiler). All times therefore add up, and time
-that belongs to no module is reported.
+Every moment belongs to one module and one line. While a module's forward runs, its time belongs to
+that module, except for the time of the modules within it, and to the innermost line outside of
+torch. The time of a node of autograd's graph belongs to the module and the line that created the
+node. The node's sequence number shows which they were, because autograd numbers nodes in the order
+in which forward creates them (https://docs.pytorch.org/docs/stable/autograd.html#profiler). All
+times therefore add up, and time that belongs to no module is reported.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from ortlab.engines.torch import autograd
+from ortlab.graph.capture import Place
 from ortlab.graph.timed_step import PHASES, WARMUP, Clock, Step
 
-Owner = str | None
-"""Path of a module, empty for the model itself, None for time that belongs to no module."""
+K = TypeVar("K")
+
+_NOT_OF_USERS: Final = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
+"""Folders of code whose time belongs to the line that calls it."""
+
+
+class Owner(NamedTuple):
+    """What a moment belongs to.
+
+    Attributes:
+        module: Path of a module, empty for the model itself, None for none.
+        place: File and number of a line of code; None for none.
+    """
+
+    module: str | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -38,12 +60,14 @@ class Eager:
         unowned_us: Time of each phase that belongs to no module.
         plain_us: Time of a whole step without instrumentation.
         watched_us: Time of a whole step with the instrumentation that `us` is measured with.
+        line_us: Time by line of code and phase.
     """
 
     us: dict[tuple[str, str], float]
     unowned_us: dict[str, float]
     plain_us: float
     watched_us: float
+    line_us: dict[tuple[Place, str], float] = field(default_factory=dict)
 
 
 def profile(step: Step, steps: int, device: torch.device) -> Eager:
@@ -64,16 +88,30 @@ def profile(step: Step, steps: int, device: torch.device) -> Eager:
             step.run(step.module, ledger)
             if i >= WARMUP:
                 found.append(ledger.us)
-    us = {
-        key: statistics.median(each.get(key, 0.0) for each in found)
-        for key in dict.fromkeys(key for each in found for key in each)
-    }
+    modules = _medians(_by(each, lambda owner: owner.module) for each in found)
+    lines = _medians(_by(each, lambda owner: owner.place) for each in found)
     return Eager(
-        {(owner, phase): value for (owner, phase), value in us.items() if owner is not None},
-        {phase: us[None, phase] for phase in PHASES if (None, phase) in us},
+        {(path, phase): us for (path, phase), us in modules.items() if path is not None},
+        {phase: modules[None, phase] for phase in PHASES if (None, phase) in modules},
         clock.median_us(),
         statistics.median(sum(each.values()) for each in found),
+        {(place, phase): us for (place, phase), us in lines.items() if place is not None},
     )
+
+
+def _by(
+    us: Mapping[tuple[Owner, str], float], key: Callable[[Owner], K]
+) -> dict[tuple[K, str], float]:
+    found: defaultdict[tuple[K, str], float] = defaultdict(float)
+    for (owner, phase), each in us.items():
+        found[key(owner), phase] += each
+    return found
+
+
+def _medians(steps: Iterable[Mapping[K, float]]) -> dict[K, float]:
+    found = list(steps)
+    keys = dict.fromkeys(key for each in found for key in each)
+    return {key: statistics.median(each.get(key, 0.0) for each in found) for key in keys}
 
 
 class Ledger:
@@ -91,7 +129,8 @@ class Ledger:
         self._module = module
         self._device = device
         self._phase = ""
-        self._owners: list[Owner] = [None]
+        self._modules: list[str | None] = [None]
+        self._places: list[Place | None] = [None]
         self._thread = 0
         self._since = 0.0
         self._numbers: list[int] = []
@@ -129,42 +168,74 @@ class Ledger:
             self._numbers, self._makers = [], []
         for node, number in autograd.nodes(roots):
             node.register_prehook(self._taking_over(self._maker(number)))
-        self._phase, self._owners, self._thread = phase, [None], threading.get_ident()
+        self._phase, self._thread = phase, threading.get_ident()
+        self._modules, self._places = [None], [None]
         self._since = time.perf_counter()
-        yield
+        before = sys.gettrace()
+        if phase == "forward":
+            sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._charge()
 
     def _begin(self, path: str) -> None:
         self._charge()
-        self._owners.append(path)
+        self._modules.append(path)
         self._mark()
 
     def _end(self) -> None:
         self._charge()
-        self._owners.pop()
+        self._modules.pop()
         self._mark()
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:  # noqa: ARG002
+        """Trace a function that is called, unless it is torch's or ortlab's."""
+        if frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+            return None
+        self._charge()
+        self._places.append((frame.f_code.co_filename, frame.f_lineno))
+        self._mark()
+        return self._go_on
+
+    def _go_on(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Hear of the next line of a function, and of its end."""
+        if event in ("line", "return"):
+            self._charge()
+            if event == "line":
+                self._places[-1] = frame.f_code.co_filename, frame.f_lineno
+            else:
+                self._places.pop()
+            self._mark()
+        return self._go_on
 
     def _mark(self) -> None:
         """Record that nodes created from now on belong to the current owner."""
         self._numbers.append(autograd.next_number())
-        self._makers.append(self._owners[-1])
+        self._makers.append(self._owner)
 
     def _maker(self, number: int) -> Owner:
         at = bisect.bisect_right(self._numbers, number) - 1
-        return self._makers[at] if at >= 0 else None
+        return self._makers[at] if at >= 0 else Owner()
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(self._modules[-1], self._places[-1])
 
     def _taking_over(self, owner: Owner) -> Any:
         def take_over(_: object) -> None:
             self._charge()
             # Autograd uses a separate thread for each device.
-            self._owners, self._thread = [owner], threading.get_ident()
+            self._modules, self._places = [owner.module], [owner.place]
+            self._thread = threading.get_ident()
 
         return take_over
 
     def _charge(self) -> None:
         now = time.perf_counter()
-        key = self._owners[-1], self._phase
+        key = self._owner, self._phase
         self.us[key] = self.us.get(key, 0.0) + (now - self._since) * 1e6
         self._since = now

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ortlab.engines.ort.model import OrtModel
-from ortlab.graph.capture import Node, Place, Stage
+from ortlab.graph.capture import Graphs, Node, Place, Stage
 from ortlab.graph.captured import TORCH, last_step
 from ortlab.graph.memory import MemoryPlan, plan_of
 from ortlab.graph.profile import Profile
@@ -40,7 +40,7 @@ _STYLE: Final = """
 .ortlab-lines h4 {margin: 12px 0 4px; font-weight: 600}
 .ortlab-lines .row {display: grid; gap: 0 12px; white-space: pre;
   font: var(--jp-code-font-size, 13px) / 1.5 var(--jp-code-font-family, monospace);
-  grid-template-columns: 3em minmax(32em, 1fr) repeat(var(--columns), 7em) 6em}
+  grid-template-columns: 3em minmax(20em, 1fr) repeat(var(--columns), 6.6em) 6em}
 .ortlab-lines .row > span {text-align: right}
 .ortlab-lines .row > :nth-child(2) {text-align: left; overflow: hidden; text-overflow: ellipsis}
 .ortlab-lines .row > :first-child, .ortlab-lines .head, .ortlab-lines .plain {opacity: 0.65}
@@ -63,6 +63,7 @@ class SourceLine:
         nodes: Nodes that compute it and its gradients, in the order in which they run, without
             views.
         us: Microseconds of these nodes in a step, by phase.
+        eager_us: Microseconds of the line and its gradients in eager torch.
         saved_bytes: Size of its results that are stored for the backward pass.
     """
 
@@ -70,6 +71,7 @@ class SourceLine:
     code: str
     nodes: tuple[Node, ...] = ()
     us: Mapping[str, float] = field(default_factory=dict)
+    eager_us: float = 0.0
     saved_bytes: int = 0
 
     @property
@@ -104,17 +106,25 @@ class SourceLines:
     Args:
         profile: Time of a step.
         stage: Graph of that step.
+        graphs: All graphs of that model.
         order: The lines of code, in the order in which the model runs them.
         plan: Memory plan of that graph; None for a graph without a backward pass.
 
     Attributes:
         functions: Functions that the step runs, in the order of their first lines.
+        graphs: All graphs of that model.
     """
 
     def __init__(
-        self, profile: Profile, stage: Stage, order: Sequence[Place], plan: MemoryPlan | None
+        self,
+        profile: Profile,
+        stage: Stage,
+        graphs: Graphs,
+        order: Sequence[Place],
+        plan: MemoryPlan | None,
     ) -> None:
         self._profile = profile
+        self.graphs = graphs
         self._us = profile.overlay(stage).values
         saved: defaultdict[str, int] = defaultdict(int)
         for held in () if plan is None else plan.saved():
@@ -124,7 +134,7 @@ class SourceLines:
             if node.place is not None:
                 found.setdefault(node.place, []).append(node)
         lines = {
-            place: self._line(place[1], found[place], stage, saved)
+            place: self._line(place, found[place], stage, saved)
             for place in dict.fromkeys((*order, *found))
             if place in found
         }
@@ -132,17 +142,19 @@ class SourceLines:
         self._lines = lines
 
     def _line(
-        self, number: int, nodes: Sequence[Node], stage: Stage, saved: Mapping[str, int]
+        self, place: Place, nodes: Sequence[Node], stage: Stage, saved: Mapping[str, int]
     ) -> SourceLine:
         us = {
             phase: sum(self._us.get(node.name, 0.0) for node in nodes if node.phase == phase)
             for phase in self._profile.phases
         }
+        eager = self._profile.eager.line_us
         return SourceLine(
-            number,
+            place[1],
             nodes[0].source.partition(": ")[2],
             tuple(node for node in nodes if not stage.is_view(node)),
             us,
+            sum(eager.get((place, phase), 0.0) for phase in self._profile.phases),
             sum(saved.get(node.name, 0) for node in nodes),
         )
 
@@ -198,7 +210,7 @@ class SourceLines:
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
-        told = (*self._notes(), "a click on a line shows the nodes that compute it")
+        told = (*self._notes(), "a click on a line lists the nodes that compute it")
         notes = "<br>".join(map(html.escape, told))
         most = max((sum(line.us.values()) for line in self.lines), default=0.0) or 1.0
         heads = "".join(f"<span>{each}</span>" for each in ("", "", *self._heads))
@@ -235,9 +247,13 @@ class SourceLines:
         width = f"{sum(line.us.values()) / most:.1%}"
         bar = f"linear-gradient(to right, {_BAR} {width}, transparent {width})"
         style = f' style="background: {bar}"' if line.nodes else ""
-        code = f"<span{style}>{html.escape(escaped(line.code)) or ' '}</span>"
-        kind = "row" if line.nodes else "row plain"
-        return f'<{tag} class="{kind}"><span>{line.number}</span>{code}{"".join(cells)}</{tag}>'
+        text = html.escape(escaped(line.code))
+        code = f'<span{style} title="{text.strip()}">{text or " "}</span>'
+        kind = 'class="row plain"'
+        if line.nodes:
+            place = line.nodes[0].source.partition(": ")[0]
+            kind = f'class="row" data-line="{html.escape(place)}"'
+        return f"<{tag} {kind}><span>{line.number}</span>{code}{''.join(cells)}</{tag}>"
 
     def _listed(self, line: SourceLine, phase: str) -> str:
         """Return the nodes of a line in one phase as an item of a list in HTML."""
@@ -254,13 +270,14 @@ class SourceLines:
 
     @property
     def _heads(self) -> tuple[str, ...]:
-        return (*(f"{phase} ms" for phase in self._profile.phases), "saved", "runs in")
+        return (*(f"{phase} ms" for phase in self._profile.phases), "eager ms", "saved", "runs in")
 
     def _cells(self, line: SourceLine) -> tuple[str, ...]:
         """Return what a line costs, as text below `_heads`."""
         if not line.nodes:
             return ("",) * len(self._heads)
-        times = (f"{line.us.get(phase, 0.0) / 1000:.2f}" for phase in self._profile.phases)
+        each = (*(line.us.get(phase, 0.0) for phase in self._profile.phases), line.eager_us)
+        times = (f"{us / 1000:.2f}" for us in each)
         return (*times, memory(line.saved_bytes) if line.saved_bytes else "", line.runs_in)
 
     def _notes(self) -> Iterator[str]:
@@ -273,22 +290,18 @@ class SourceLines:
             yield f"{memory(saved)} of results are stored for the backward pass"
 
 
-def source_lines(record: OrtModel, profile: Profile) -> SourceLines:
+def source_lines(record: OrtModel, profile: Profile, graphs: Graphs) -> SourceLines:
     """Return the code of a model whose step was timed.
 
     Args:
         record: Record of the model.
         profile: Time of its step.
-
-    Raises:
-        ValueError: If torch runs the model.
+        graphs: Graphs of that step.
     """
-    if profile.ort is None:
-        raise ValueError(f"the model runs in eager torch: {record.report().fallback_reason}")
     stage, sizes, order = last_step(record)
     trains = "backward" in profile.phases
     plan = plan_of(stage, sizes, record.module, "adamw") if trains else None
-    return SourceLines(profile, stage, order, plan)
+    return SourceLines(profile, stage, graphs, order, plan)
 
 
 def _is_torch(node: Node) -> bool:

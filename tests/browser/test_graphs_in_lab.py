@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,46 @@ def test_a_click_selects_the_partner(notebook: Opens, screenshot: Takes) -> None
     expect(view.locator(".ortlab-kind")).to_have_text("com.microsoft.BiasGeluGrad_dX")
     expect(forward.locator(".graph-node.select")).to_have_count(1)
     expect(forward.locator(".graph-node.select")).to_contain_text("BiasGelu")
+
+
+LINES = """
+%load_ext ortlab
+import torch, ortlab
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    def forward(self, x):
+        x = self.inner(x)
+        return torch.sin(x)  # <b>
+model = ortlab.wrap(Net(), engine="ort")
+batch = torch.randn(4, 16)
+"""
+
+
+def test_a_click_on_a_line_of_code_selects_its_nodes_in_both_graphs(
+    notebook: Opens, screenshot: Takes
+) -> None:
+    book = notebook([LINES, "%ort lines model --batch batch"])
+    book.run()
+    view = graph(book)
+    forward, gradient = pane(view, "forward"), pane(view, "backward")
+    code = view.locator(".ortlab-code")
+    click(code.locator("summary", has_text="self.inner(x)"))
+    drawn(view)
+    for shown in (forward, gradient):
+        selected = shown.locator(".graph-node.select")
+        expect(selected.filter(has_text="Gemm").first).to_be_visible()
+        expect(selected.filter(has_text="Sin")).to_have_count(0)
+    screenshot("lines")
+    click(code.locator("summary", has_text="# <b>"))
+    expect(forward.locator(".graph-node.select")).to_have_text(re.compile("^Sin"))
+    details = view.locator(".ortlab-details")
+    expect(details).to_contain_text("return torch.sin(x)  # <b>")
+    click(details.get_by_role("button", name="Cos"))
+    click(details.get_by_text("return torch.sin(x)"))
+    expect(view.locator(".ortlab-kind")).to_have_text("line")
+    expect(book.page.locator("[data-ortlab-still]").filter(has_text="self.inner")).to_be_hidden()
 
 
 def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:

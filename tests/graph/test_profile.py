@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import tempfile
 import threading
 import time
@@ -273,6 +274,33 @@ def test_all_of_the_watched_time_is_somebodys_or_told() -> None:
     assert total >= 2e6 * sum(BUSY_S.values())
 
 
+class Lines(nn.Module):
+    """A line that torch computes, one that takes time, and one whose gradient does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        time.sleep(BUSY_S["forward"])
+        return Busy.apply(x)
+
+
+def test_time_belongs_to_the_innermost_line_outside_of_torch() -> None:
+    traced = sys.gettrace()
+    found = eager_of(Lines()).line_us
+    assert sys.gettrace() is traced
+    first = Lines.forward.__code__.co_firstlineno
+    layer, asleep, slow = ((__file__, first + i) for i in (1, 2, 3))
+    assert found[asleep, "forward"] >= 1e6 * BUSY_S["forward"]
+    assert found[slow, "backward"] >= 1e6 * BUSY_S["backward"]
+    assert min(found[layer, phase] for phase in PHASES) > 0
+    inside = {number for (file, number), _ in found if file == __file__} - {first}
+    assert inside >= {first + 1, first + 2, first + 3}
+    assert not any("/torch/" in file for (file, _), _ in found), "torch's own lines are left out"
+
+
 def test_another_threads_calls_are_none_of_it() -> None:
     model = Outer()
     ledger = profile_torch.Ledger(model, CPU)
@@ -280,7 +308,7 @@ def test_another_threads_calls_are_none_of_it() -> None:
     with ledger.watching(), ledger.within("forward", ()):
         other.start()
         other.join()
-    assert set(ledger.us) == {(None, "forward")}
+    assert {(owner.module, phase) for owner, phase in ledger.us} == {(None, "forward")}
 
 
 def test_a_user_of_hooks_keeps_them() -> None:

@@ -83,6 +83,11 @@ def test_times_are_those_of_the_profile(lines: SourceLines) -> None:
         assert line.us["backward"] > 0
 
 
+def test_eager_time_stands_beside_it(lines: SourceLines) -> None:
+    assert all(line.eager_us > 0 for line in lines.lines)
+    assert "eager ms" in repr(lines)
+
+
 def test_saved_bytes_are_counted_by_hand(lines: SourceLines) -> None:
     found = by_number(lines)
     # The gradient of sin reads its input, that of erfcx its input and its result, that of exp its
@@ -97,7 +102,7 @@ def test_the_text_has_the_code_and_folds_what_causes_nothing(lines: SourceLines)
     assert f"Net.forward in test_source_lines.py:{FIRST}\n" in text
     assert f"Net.forward.last in test_source_lines.py:{LAST - 1}\n" in text
     (layer,) = re.findall(rf"^.* {LAYER}      h = self\.layer\(x\)$", text, re.MULTILINE)
-    assert re.match(r" *\d+\.\d\d +\d+\.\d\d +8\.0 KiB +ORT ", layer)
+    assert re.match(r"( *\d+\.\d\d){3} +8\.0 KiB +ORT ", layer)
     assert "Four lines" not in text
     assert text.count("...\n") == 2
     page = lines._repr_html_()
@@ -190,7 +195,7 @@ class Skipped(nn.Module):
 
 def test_a_model_in_eager_torch_says_why() -> None:
     with pytest.raises(
-        ValueError, match=r"^the model runs in eager torch: torch captured no graph"
+        ValueError, match=r"^Skipped runs on engine 'eager' and has no graph: torch captured no"
     ):
         ortlab.lines(wrapped(Skipped()), torch.randn(4, IN), steps=1)
 

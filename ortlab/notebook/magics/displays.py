@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ortlab.engines.step_check import StepCheck
     from ortlab.graph.capture import Graphs, Stage
     from ortlab.graph.recompute_plans import RecomputePlans
+    from ortlab.graph.source_lines import SourceLines
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.metrics.recorder import Watched
@@ -52,6 +53,7 @@ class Displays:
             ("ortlab.search.result", "Result"): self._display_result,
             ("ortlab.graph.capture", "Graphs"): _display_graphs,
             ("ortlab.graph.capture", "Stage"): _display_stage,
+            ("ortlab.graph.source_lines", "SourceLines"): _display_lines,
             ("ortlab.graph.recompute_plans", "RecomputePlans"): _display_plans,
             ("ortlab.engines.step_check", "StepCheck"): _display_check,
         }
@@ -140,6 +142,17 @@ def _display_graphs(graphs: Graphs, stage: str | None = None) -> None:
         graph_view.show(graphs, stage=stage)
     except RuntimeError as error:
         print(f"{error}\n{graphs!r}")
+
+
+def _display_lines(lines: SourceLines) -> None:
+    """Display the code of a model above its graphs, or without the view's JavaScript alone."""
+    from ortlab.notebook.views import graph_view  # heavy: torch
+
+    try:
+        graph_view.show(lines.graphs, stage="execution", code=lines)
+    except RuntimeError:
+        data = {"text/plain": repr(lines), "text/html": lines._repr_html_()}
+        publish_display_data(data)  # type: ignore[no-untyped-call]
 
 
 def _display_stage(stage: Stage) -> None:

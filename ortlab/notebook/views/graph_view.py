@@ -15,7 +15,7 @@ import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anywidget
 import onnx
@@ -38,6 +38,12 @@ ATTRIBUTE = 200
 """Maximum length of an attribute's value."""
 
 
+class Code(Protocol):
+    """A model's code in HTML and, by `repr`, as text."""
+
+    def _repr_html_(self) -> str: ...
+
+
 class GraphView(anywidget.AnyWidget):
     """Forward and gradient graphs side by side, with the outline below.
 
@@ -48,6 +54,8 @@ class GraphView(anywidget.AnyWidget):
         stage: Name of the stage to show first; by default `main_stage`. The view offers the others.
         folded: Whether to fold modules until the drawing is small enough to read.
         still: Mark of the static picture that this view hides.
+        code: HTML of the model's code, to be shown above. A click on an element with the attribute
+            ``data-line``, such as "model.py:12", selects the nodes of that line in both graphs.
 
     Attributes:
         outline: Outline of the stage that is shown.
@@ -62,9 +70,16 @@ class GraphView(anywidget.AnyWidget):
     graph = traitlets.Bytes().tag(sync=True)
     folded = traitlets.Bool().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
+    code = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self, graphs: Graphs, *, stage: str | None = None, folded: bool = True, still: str = ""
+        self,
+        graphs: Graphs,
+        *,
+        stage: str | None = None,
+        folded: bool = True,
+        still: str = "",
+        code: str = "",
     ) -> None:
         self._graphs = graphs
         self.outline = outline_of(graphs, stage or main_stage(graphs))
@@ -74,6 +89,7 @@ class GraphView(anywidget.AnyWidget):
             modules=tell_modules(graphs, self.outline),
             folded=folded,
             still=still,
+            code=code,
         )
         self.on_msg(self._receive)
 
@@ -101,7 +117,9 @@ class GraphView(anywidget.AnyWidget):
             self.send({"is": "netron", "error": str(error)})
 
 
-def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> None:
+def show(
+    graphs: Graphs, *, stage: str | None = None, folded: bool = True, code: Code | None = None
+) -> None:
     """Show the graphs of a model in the running cell.
 
     A picture and the outline are displayed too, for pages without a kernel: a saved notebook, an
@@ -112,18 +130,20 @@ def show(graphs: Graphs, *, stage: str | None = None, folded: bool = True) -> No
         graphs: Graphs of a model.
         stage: Name of the stage to show first; by default `main_stage`.
         folded: Whether to fold modules until the drawing is small enough to read.
+        code: Code of the model, to be shown above; pages without a kernel show it alone.
     """
     mark = uuid.uuid4().hex
     stage = stage or main_stage(graphs)
     with _without_collections():
-        view = GraphView(graphs, stage=stage, folded=folded, still=mark)
+        html = "" if code is None else code._repr_html_()
+        view = GraphView(graphs, stage=stage, folded=folded, still=mark, code=html)
         ends_with_cell(lambda: close_all(view))
         data, metadata = view._repr_mimebundle_() or ({}, {})
         count = len(graphs.stage(stage).nodes)
         words = f"{graphs.model or 'the model'}: {count} nodes {graphs.about[stage]}"
         _publish({**data, "text/plain": words}, metadata)
         view.tell()
-        _publish(still(graphs, view.outline, mark), {})
+        _publish(still(graphs, view.outline, mark) if code is None else _still_code(code, mark), {})
 
 
 @contextlib.contextmanager
@@ -161,6 +181,12 @@ def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
         "image/svg+xml": picture,
         "text/plain": repr(outline),
     }
+
+
+def _still_code(code: Code, mark: str) -> dict[str, str]:
+    """Return the MIME bundle for pages without a kernel: the code with its figures."""
+    page = f'<div data-ortlab-still="{mark}">{code._repr_html_()}</div>'
+    return {"text/html": _NO_DEAD_LINE.format(mark=mark) + page, "text/plain": repr(code)}
 
 
 def main_stage(graphs: Graphs) -> str:

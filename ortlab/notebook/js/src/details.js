@@ -7,7 +7,7 @@ const HITS = 100; // search results that are listed
 const LINKS = 12;
 
 export class Details {
-  /** `acts` has toggle(module), pickModule(module), pickNode(node) and pickTensor(tensor). */
+  /** `acts` has toggle(module), pickModule(module), pickNode(node), pickTensor(tensor) and pickLine(place). */
   constructor(acts) {
     this.acts = acts;
     this.element = make("div", "ortlab-details", { "aria-live": "polite" });
@@ -29,7 +29,7 @@ export class Details {
       this.#facts([
         ["phase", graph.phases.length > 1 && graph.phaseOf(node)],
         ["module", this.#module(graph, module[node])],
-        ["source", source[node]],
+        ["source", source[node] && this.#source(source[node])],
         ...figures,
         ["bytes", bytes != null && `${amount(bytes, "bytes")} of results`],
         ["fusion", graph.fused.includes(node) && "fused by ORT from several nodes"],
@@ -62,6 +62,17 @@ export class Details {
     );
   }
 
+  line(graph, nodes, place) {
+    const [forward, gradient] = ["forward", "backward"].map((phase) => nodes.filter((node) => graph.phaseOf(node) === phase));
+    this.#show(
+      "line",
+      nodes.length ? graph.nodes.source[nodes[0]] : place,
+      nodes.length ? null : make("p", "ortlab-hint", {}, `no node of the stage “${graph.stage}” is of this line`),
+      this.#list("Forward", this.#nodes(graph, forward)),
+      this.#list("Gradient", this.#nodes(graph, gradient)),
+    );
+  }
+
   tensor(graph, tensor) {
     const { name, bytes } = graph.tensors;
     const maker = graph.makers.get(tensor);
@@ -89,7 +100,7 @@ export class Details {
     ].slice(0, HITS);
     const more = count > HITS ? make("p", "ortlab-hint", {}, `${(count - HITS).toLocaleString("en-US")} more`) : "";
     this.element.replaceChildren(
-      make("p", "ortlab-hint", { role: "status" }, count ? `${count.toLocaleString("en-US")} found` : `no name, operator or module contains “${text}”`),
+      make("p", "ortlab-hint", { role: "status" }, count ? `${count.toLocaleString("en-US")} found` : `no name, operator, module or line contains “${text}”`),
       make("ul", "ortlab-hits", {}, ...listed.map((line) => make("li", "", {}, ...line))),
       more,
     );
@@ -118,6 +129,10 @@ export class Details {
   #module(graph, module) {
     const path = graph.rows[module].path;
     return button("ortlab-link", breakable(path || graph.model), "Show this module", () => this.acts.pickModule(module));
+  }
+
+  #source(source) {
+    return button("ortlab-link", source, "Show the nodes of this line", () => this.acts.pickLine(source.split(": ")[0]));
   }
 
   #nodes(graph, nodes) {

@@ -138,16 +138,21 @@ export class Graph {
     return [...new Set(nodes.flatMap((node) => (node < this.split ? this.gradients[node] : [this.nodes.of[node]])))].filter((node) => node >= 0);
   }
 
-  /** Finds modules and nodes whose name, operator or module contains `text`, ignoring case. */
+  /** Finds modules and nodes whose name, operator, module or line contains `text`, ignoring case. */
   find(text) {
     const wanted = text.trim().toLowerCase();
     if (!wanted) return { modules: [], nodes: [] };
     const has = (value) => value.toLowerCase().includes(wanted);
     const modules = this.rows.flatMap((row, i) => (row.path && has(row.path.split(".").at(-1)) ? [i] : []));
     const inside = this.rows.map((row) => has(row.path));
-    const { name, op, module } = this.nodes;
-    const nodes = name.flatMap((each, i) => (has(each) || has(op[i]) || inside[module[i]] ? [i] : []));
+    const { name, op, module, source } = this.nodes;
+    const nodes = name.flatMap((each, i) => (has(each) || has(op[i]) || inside[module[i]] || has(source[i]) ? [i] : []));
     return { modules, nodes };
+  }
+
+  /** Returns the nodes of a line of code, such as "model.py:12", and their gradients. */
+  ofLine(place) {
+    return this.nodes.source.flatMap((each, i) => (each.startsWith(`${place}: `) ? [i] : []));
   }
 
   /** Returns the label of a module in the drawing: "layer.0" instead of "0". */

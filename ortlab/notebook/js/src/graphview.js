@@ -3,7 +3,8 @@
 // The trait `modules` has the data of a stage's outline. `graph` has all other data and arrives a moment
 // later: gzip-compressed JSON, described in graph_view.py. Custom messages to the kernel: {do: "netron"}
 // requests netron's modules, {do: "stage", stage} another stage. From the kernel: {is: "netron", error},
-// with the modules in its buffer if there is no error.
+// with the modules in its buffer if there is no error. `code` is HTML of the model's code, if it is shown:
+// a click on one of its lines selects the line's nodes.
 import "./graphview.css";
 import { coloring, modes } from "./node_colors.js";
 import { Details } from "./details.js";
@@ -43,7 +44,7 @@ function netron(model) {
  * (CommHandler never stops listening to its status). Twice, because a model also keeps its previous state.
  */
 function forget(model) {
-  const empty = { graph: new DataView(new ArrayBuffer(0)), modules: {} };
+  const empty = { graph: new DataView(new ArrayBuffer(0)), modules: {}, code: "" };
   for (let i = 0; i < 2; i++) model.set(empty, { silent: true });
 }
 
@@ -72,6 +73,7 @@ class View {
       pickModule: (module) => this.pickModule(module),
       pickNode: (node) => this.pickNode(node),
       pickTensor: (tensor) => this.details.tensor(this.graph, tensor),
+      pickLine: (place) => this.pickLine(place),
     };
     this.details = new Details(acts);
     this.outline = new Outline(acts);
@@ -80,7 +82,7 @@ class View {
     this.stage.addEventListener("change", () => this.model.send({ do: "stage", stage: this.stage.value }));
     this.color = make("select", "ortlab-select", { "aria-label": "color by" });
     this.color.addEventListener("change", () => this.#colorBy(this.color.value));
-    const placeholder = "Search name, operator, module";
+    const placeholder = "Search name, operator, module, line";
     this.search = make("input", "ortlab-search", { type: "search", placeholder, "aria-label": "search" });
     this.search.addEventListener("input", () => {
       clearTimeout(this.typed);
@@ -90,6 +92,12 @@ class View {
     this.legend = make("div", "ortlab-legend", { role: "note", "aria-label": "legend" });
     this.note = make("p", "ortlab-note", { role: "status", hidden: "" });
     this.drawing = make("div", "ortlab-panes");
+    this.code = make("div", "ortlab-code", { hidden: "" });
+    if (this.model.get("code")) {
+      this.code.innerHTML = this.model.get("code"); // the kernel has escaped it
+      this.code.hidden = false;
+      this.code.addEventListener("click", (event) => this.#clickLine(event.target.closest("[data-line]")));
+    }
     this.still = make("style");
     const fold = button("ortlab-button", "Fold all", "Draw only the model's outermost modules", () => this.#foldAll());
     const unfold = button("ortlab-button", "Unfold all", "Draw every node", () => this.#unfoldAll());
@@ -97,6 +105,7 @@ class View {
     // JupyterLab's shortcuts must not intercept the keys of fields and buttons.
     this.root = make(
       "section", "ortlab-graph", { "data-lm-suppress-shortcuts": "true", hidden: "" },
+      this.code,
       make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colors),
       this.still,
       this.legend,
@@ -271,6 +280,19 @@ class View {
   pickNode(node) {
     this.#unfold(this.graph.nodes.module[node]);
     this.#select([node, ...this.graph.partners([node])], () => this.details.node(this.graph, node));
+  }
+
+  pickLine(place) {
+    const nodes = this.graph.ofLine(place);
+    if (nodes.length) this.#unfold(this.graph.nodes.module[nodes[0]]);
+    this.#select(nodes, () => this.details.line(this.graph, nodes, place));
+  }
+
+  #clickLine(row) {
+    if (!row) return;
+    this.code.querySelector(".chosen")?.classList.remove("chosen");
+    row.classList.add("chosen");
+    this.pickLine(row.dataset.line);
   }
 
   /** Unfolds a module and its ancestors if they are folded. */
