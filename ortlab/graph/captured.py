@@ -33,6 +33,7 @@ from ortlab.engines.ort.onnx_model import (
     model_path,
     module_calls,
 )
+from ortlab.engines.ort.recompute import Call, call_of
 from ortlab.engines.ort.segments import FREE, OrtSegment
 from ortlab.graph import CAPTURED_STAGES
 from ortlab.graph.capture import Graphs, Node, Place, Sessions, Stage
@@ -328,6 +329,7 @@ class _Builder:
         self._shared: dict[tuple[int, str], str] = {}
         self._forward: dict[tuple[int, int], str] = {}
         self._capture = 0
+        self._operators: dict[int, Call] = {}
         self._viewed: dict[str, Names] = {}
         self._results: dict[str, Form] = {}  # of forward graphs
         self._passed: dict[int, dict[int, str]] = defaultdict(dict)
@@ -364,6 +366,7 @@ class _Builder:
         """Add the nodes of a graph; forward before backward."""
         self._phase = "backward" if graph.phase == "backward" else "forward"
         self._capture = id(graph.step.captured)
+        self._operators = graph.step.operators()
         self._is_of_model = _is_of_model(graph.step.captured, self._root)
         self._viewed.clear()
         module = graph.division.module
@@ -592,13 +595,14 @@ class _Builder:
 
     def _add(self, proto: onnx.NodeProto, made: fx.Node | None, origin: Origin) -> None:
         meta = {} if made is None else made.meta
-        key = self._capture, meta.get("seq_nr", -1)
+        number = meta.get("seq_nr", -1)
+        key = self._capture, number
         backward = self._phase == "backward"
         again = backward and meta.get("partitioner_tag") == "is_forward"
         linked = backward and not again and not meta.get("is_gradient_acc")
         if again:
             proto.name += "_recompute"
-        elif not backward and made is not None:
+        elif not backward and made is not None and self._operators.get(number) == call_of(made):
             self._forward[key] = proto.name  # the last one gives the operator's result
         line = None if made is None else code_line(made)
         place = None if line is None else (line.file, line.number)

@@ -154,6 +154,35 @@ def erfcx_of(stage: Stage) -> Node:
     return found
 
 
+class Counted(nn.Module):
+    """Operators that are followed by others that no gradient belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(1, 2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x) + 1  # where an addition has a number of autograd's
+        self.calls = self.calls + 1  # this one has the same
+        return x @ x.transpose(1, 2).softmax(-1)
+
+
+def test_a_gradient_is_linked_to_its_operator_not_to_one_after_it() -> None:
+    found = of((Counted(), (torch.randn(2, 3, 8, 8),))).captured
+    of_each = {node.op.removeprefix("torch."): node.of for node in found.nodes if node.of}
+    by_op = {node.op.removeprefix("torch."): node.name for node in found.nodes}
+    for gradient, operator in {
+        "convolution_backward": "convolution",
+        "native_batch_norm_backward": "_native_batch_norm_legit_functional",
+        "_softmax_backward_data": "_softmax",
+    }.items():
+        assert of_each[gradient] == by_op[operator]
+    (product,) = (n.name for n in found.nodes if n.op == "torch.bmm" and n.phase == "forward")
+    products = [n for n in found.nodes if n.op == "torch.bmm" and n.phase == "backward"]
+    assert {node.of for node in products} == {product}
+
+
 def test_calls_operators_in_torch_and_both_sides_of_a_graph_break() -> None:
     wrapped = ortlab.wrap(Twice(), engine="ort", self_check=False)
     for rows in (4, 5, 7):

@@ -23,7 +23,7 @@ from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import attention, check, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
 from ortlab.engines.ort.onnx_model import TANGENTS, is_number, tensors_in
-from ortlab.engines.ort.recompute import NOTHING, JointGraph, Recompute
+from ortlab.engines.ort.recompute import NOTHING, Call, JointGraph, Recompute
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, OF_MODEL, Division, divide
 from ortlab.engines.ort.unused_outputs import UnusedOutputs
 from ortlab.settings import unknown_name
@@ -321,6 +321,10 @@ class Step:
         self._by_inputs: dict[int, _Pair] = {}
         self._metadata: Any = None
         self._unused: UnusedOutputs | None = None
+
+    def operators(self) -> dict[int, Call]:
+        """See `JointGraph.operators`."""
+        return {} if self._joint is None else self._joint.operators()
 
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return AOTAutograd's function, which tells which outputs a backward pass uses.

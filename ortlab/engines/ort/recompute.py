@@ -72,6 +72,19 @@ def plans_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, found)))
 
 
+Call = tuple[Any, str]
+"""An operator, and the code that calls it."""
+
+
+def call_of(node: fx.Node) -> Call:
+    """Return the call that a node computes, or is a part of.
+
+    Args:
+        node: Node of a graph that torch has traced.
+    """
+    return node.meta.get("original_aten"), str(node.meta.get("stack_trace"))
+
+
 class JointGraph:
     """A joint graph as torch has traced it.
 
@@ -92,6 +105,17 @@ class JointGraph:
             plan: Plan, see `plan_names`.
         """
         return len(_Tags(self._module.graph, self._results).calls([plan]))
+
+    def operators(self) -> dict[int, Call]:
+        """Return which operator made each node of autograd, by its sequence number.
+
+        Later operators without a node of their own have the number of the last one before them.
+        """
+        found: dict[int, Call] = {}
+        for node in self._module.graph.nodes:
+            if node.op == "call_function":
+                found.setdefault(node.meta.get("seq_nr", -1), call_of(node))
+        return found
 
     def partitioned(self, recompute: Recompute) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return forward and backward graph.
