@@ -236,6 +236,22 @@ def test_a_wrong_operator_is_found_and_runs_in_torch(wrong_tanh: None) -> None:
     assert any("aten.tanh" in each and "in torch" in each for each in found.remarks[1:])
 
 
+def test_a_wrong_operator_alone_is_found_among_roundings_to_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What differs by the last of 8 bits is not off; double precision tells."""
+    monkeypatch.setattr(segments, "has_instructions", lambda _: False)
+    monkeypatch.setitem(
+        lowering.RULES, aten.tanh.default, lambda graph, _, x: graph.unary("Neg", x)
+    )
+    wrapped, _ = pair(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 4)))
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped(torch.randn(32, 64)).float().sum().backward()
+    moved = [each for each in report(wrapped).remarks if "was off by" in each]
+    assert len(moved) == 1
+    assert moved[0].startswith("aten.tanh")
+
+
 def test_without_the_check_a_wrong_operator_stays(wrong_tanh: None) -> None:
     wrapped, reference = pair(Net(), self_check=False)
     one, other = losses(wrapped, reference, 3 * torch.randn(4, 6))

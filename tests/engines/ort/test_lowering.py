@@ -690,6 +690,27 @@ def test_16_bit_floats_are_as_near_to_double_precision_as_in_eager_torch(
     assert set(in_torch(backend)) <= IN_TORCH.get((name, False), set())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_each_result_is_rounded_to_16_bits_as_in_eager_torch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: sums and products that are not rounded in between have other last bits."""
+    monkeypatch.setattr(segments, "has_instructions", lambda _: False)
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = (x * y + x) * 1.1 - y
+        return made, made.double(), torch.cat([x, y])[:, 1:] < 0.1
+
+    numbers = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(3))
+    x, y = numbers.to(dtype)
+    x[:, 5] = 0.1  # torch compares with 0.1 of the same precision
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=(backend := Backend()), fullgraph=True)
+    for one, other in zip(function(x, y), compiled(x, y), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=0)
+    assert not in_torch(backend)
+
+
 ADDED = {
     "embedding": (lambda w, i: F.embedding(i, w), (50, 64), (400, 250), 50),
     "rows": (lambda x, i: x[i], (50, 64), (100_000,), 50),
