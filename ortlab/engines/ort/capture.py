@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ortlab.engines.base import EngineUnavailable
 from ortlab.engines.ort import attention, check, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
-from ortlab.engines.ort.onnx_model import TANGENTS, is_number, tensors_in
+from ortlab.engines.ort.onnx_model import TANGENTS, correct_types, is_number, tensors_in
 from ortlab.engines.ort.recompute import NOTHING, Call, JointGraph, Recompute
 from ortlab.engines.ort.segments import FASTER_IN_TORCH, OF_MODEL, Division, divide
 from ortlab.engines.ort.unused_outputs import UnusedOutputs
@@ -337,6 +337,7 @@ class Step:
     def partition(self, joint: fx.GraphModule, _: Sequence[Any], **options: Any) -> Any:
         """Divide the joint graph into forward and backward pass."""
         draws.take_out(joint)
+        correct_types(joint)
         self._joint = JointGraph(joint, options)
         self._results = options["num_fwd_outputs"]
         self._unused = UnusedOutputs(joint, self._results, self.captured.tensors)
@@ -345,6 +346,7 @@ class Step:
 
     def compile_inference(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph without a backward pass."""
+        correct_types(module)
         made = self._compiled("inference", module, self._recompute)
 
         def run(arguments: list[Any]) -> Any:

@@ -98,6 +98,40 @@ def bytes_of(node: fx.Node) -> int:
     return sum(elements_of(tensor) * tensor.element_size() for tensor in tensors)
 
 
+_NORMS: Final = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten._native_batch_norm_legit_functional.default,
+)
+
+
+def correct_types(module: fx.GraphModule) -> None:
+    """Give results of norms the type that torch's kernels for CPUs return, in the metadata.
+
+    With 16-bit floats and parameters of type float32, statistics are float32, and a gradient has 16
+    bits. Torch's fake tensors say otherwise, in torch 2.13.
+
+    Args:
+        module: Graph that torch has traced.
+    """
+    for node in module.graph.nodes:
+        like = _like(*node.args) if node.target is operator.getitem else None
+        if like is not None and like.dtype is not node.meta["val"].dtype:
+            norm, i = node.args
+            values = list(norm.meta["val"])
+            values[i] = node.meta["val"] = node.meta["val"].to(like.dtype)
+            norm.meta["val"] = tuple(values)
+
+
+def _like(norm: fx.Node, i: int) -> torch.Tensor | None:
+    """Return a tensor of the type that a result of a norm has; None if the metadata is right."""
+    given = [each.meta.get("val") for each in norm.args[1:] if isinstance(each, fx.Node)]
+    tensors = (each for each in given if isinstance(each, torch.Tensor))
+    of_parameters = norm.target in _NORMS and i > 0
+    of_input = norm.target is aten.native_group_norm_backward.default and i == 0
+    return next(tensors, None) if of_parameters or of_input else None
+
+
 def module_calls(node: fx.Node) -> list[tuple[str, str]]:
     """Return the calls of modules that a node is part, or a gradient, of: outermost first.
 

@@ -225,11 +225,15 @@ class Session:
         pointers = [tensor.data_ptr() or _empty(tensor.dtype).data_ptr() for tensor in tensors]
 
         def give(first: int, end: int) -> None:
-            part, types = tensors[first:end], self._types[first:end]
+            part, known = tensors[first:end], self._types[first:end]
+            try:
+                types = [each[tensor.dtype] for each, tensor in zip(known, part, strict=True)]
+            except KeyError as error:  # torch's kernel has returned what its fake tensor has not
+                raise SessionFailed(f"an input has the type {error}") from error
             given.push_back_batch(
                 part,
                 pointers[first:end],
-                [each[tensor.dtype] for each, tensor in zip(types, part, strict=True)],
+                types,
                 [tensor.shape for tensor in part],
                 self._devices[0][first:end],
             )

@@ -244,7 +244,8 @@ def test_a_wrong_operator_alone_is_found_among_roundings_to_16_bits(
     monkeypatch.setitem(
         lowering.RULES, aten.tanh.default, lambda graph, _, x: graph.unary("Neg", x)
     )
-    wrapped, _ = pair(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Tanh(), nn.Linear(256, 4)))
+    layers = [each for _ in range(8) for each in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    wrapped, _ = pair(nn.Sequential(*layers, nn.Tanh(), nn.Linear(64, 4)))
     with torch.autocast("cpu", torch.bfloat16):
         wrapped(torch.randn(32, 64)).float().sum().backward()
     moved = [each for each in report(wrapped).remarks if "was off by" in each]

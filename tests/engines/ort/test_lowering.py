@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as in torch's documentation
 
-from ortlab.engines.ort import attention, segments
+from ortlab.engines.ort import attention, onnx_model, segments
 from ortlab.engines.ort.capture import Backend
 from ortlab.engines.torch.thread_count import threads
 from tests.support.captured import in_torch
@@ -709,6 +709,56 @@ def test_each_result_is_rounded_to_16_bits_as_in_eager_torch(
     for one, other in zip(function(x, y), compiled(x, y), strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0)
     assert not in_torch(backend)
+
+
+NORMS = {
+    "layer": lambda x, w: F.layer_norm(x, [8], w[:8], w[:8]),
+    "layer without weights": lambda x, w: F.layer_norm(x, [8]),
+    "group": lambda x, w: F.group_norm(x, 2, w[:4], w[:4]),
+    "batch": lambda x, w: F.batch_norm(x, *_running(), w[:4], w[:4], training=True),
+    "batch without weights": lambda x, w: F.batch_norm(x, *_running(), training=True),
+}
+
+
+def _running() -> tuple[Tensor, Tensor]:
+    return torch.zeros(4), torch.ones(4)
+
+
+@pytest.mark.parametrize("gradient_in_torch", [False, True], ids=["", "gradient in torch"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_16_bit_floats_have_statistics_as_torch_has_them(
+    name: str, gradient_in_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With parameters of type float32, as under autocast: torch's gradient reads what ORT made."""
+    monkeypatch.setattr(segments, "has_instructions", lambda _: False)
+    if gradient_in_torch:
+        for norm in ("layer_norm", "group_norm", "batch_norm"):
+            gradient = getattr(torch.ops.aten, f"native_{norm}_backward").default
+            monkeypatch.setitem(segments._FASTER_WHEN_LARGE, gradient, (0, "and this is a test"))
+    torch._dynamo.reset()
+    compiled = torch.compile(NORMS[name], backend=(backend := Backend()), fullgraph=True)
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights = torch.linspace(0.5, 1.5, 8)
+    given = x.requires_grad_(), weights.requires_grad_()
+    for one, other in zip(_outcome(NORMS[name], given), _outcome(compiled, given), strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+    assert any("norm" in each for each in in_torch(backend)) == gradient_in_torch
+
+
+def test_a_type_that_torch_did_not_tell_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's gradient of a group norm has 16 bits where its fake tensor has 32."""
+    monkeypatch.setattr(segments, "has_instructions", lambda _: False)
+    like = onnx_model._like
+    monkeypatch.setattr(onnx_model, "_like", lambda norm, i: like(norm, i) if i else None)
+    gradient = torch.ops.aten.native_group_norm_backward.default
+    monkeypatch.setitem(segments._FASTER_WHEN_LARGE, gradient, (0, "and this is a test"))
+    torch._dynamo.reset()
+    compiled = torch.compile(NORMS["group"], backend=(backend := Backend()), fullgraph=True)
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    given = x.requires_grad_(), torch.linspace(0.5, 1.5, 8).requires_grad_()
+    for one, other in zip(_outcome(NORMS["group"], given), _outcome(compiled, given), strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+    assert "an input has the type torch.bfloat16" in in_torch(backend).values()
 
 
 ADDED = {
