@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from ortlab.engines import runtimes
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.engines.ortmodule.compat import extensions
 from ortlab.notebook.static_views import drawing
-from tests.support.chosen_tests import LONG, PLAIN, RULES, SLOW
+from tests.support.chosen_tests import FROZEN, LENGTHY, LONG, OF_ORT, PLAIN, RULES, SLOW
 
 # The libraries read these variables when they are imported, so a fixture would set them too late.
 # The kernels and scripts that tests start inherit them.
@@ -42,14 +43,15 @@ pytest_plugins = ["tests.support.typed_magics"]  # its fixture is used in severa
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what `make check` leaves out, of `LONG` and `SLOW`, and what `make plain` runs."""
+    """Mark what `make check` and `make test` leave out, and what `make plain` runs."""
     place = item.path.relative_to(Path(__file__).parent).as_posix()
-    if place in LONG or place.startswith(SLOW):
-        item.add_marker("slow")
     name = f"{place}::{item.name}"
+    if place in LONG or name.startswith(SLOW):
+        item.add_marker("slow")
     if name.startswith(PLAIN):
         item.add_marker("plain")
-    if name.startswith(RULES) and WITH_TRAINING:
+    again = name.startswith(RULES) or (place in OF_ORT and re.search(r"\[ort[-\]]", name))
+    if name.startswith((*FROZEN, *LENGTHY)) or (again and WITH_TRAINING):
         item.add_marker("nightly")
 
 

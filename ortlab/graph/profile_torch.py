@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import inspect
 import os
 import statistics
 import sys
@@ -34,7 +35,8 @@ from ortlab.graph.timed_step import PHASES, WARMUP, Clock, Step
 K = TypeVar("K")
 
 _NOT_OF_USERS: Final = tuple(
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    f"{folder}{os.sep}"
+    for folder in (Path(inspect.getfile(torch)).parent, Path(__file__).parents[1])
 )
 """Folders of code whose time belongs to the line that calls it."""
 

@@ -27,29 +27,34 @@ SLOW = (
     "deploy/test_torchrun_script.py",
     "engines/distributed/",
     "engines/ort/",
+    "engines/ortmodule/",
     "engines/test_keras.py",
-    "engines/ortmodule/compat/test_patches.py",
-    "engines/ortmodule/kernels/",
-    "engines/ortmodule/test_fingerprint.py",
-    "engines/ortmodule/test_graph_in_next_kernel.py",
+    "graph/test_capture.py",
     "graph/test_captured.py",
     "graph/test_memory.py",
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
+    "graph/test_recompute_plans.py",
     "graph/test_source_lines.py",
     "hf/",
     "metrics/test_rank_metrics.py",
+    "metrics/test_recorder.py::test_a_million_steps",
     "notebook/test_bad_inputs.py",
     "notebook/test_kernel.py",
     "notebook/test_privacy.py",
+    "notebook/views/test_charts.py",
     "search/",
     "test_keras.py",
     "test_other_systems.py",
     "test_torch_ort.py",
+    "training/test_apply.py",
+    "training/test_checkpoint_writer.py",
     "training/test_failures.py",
     "training/test_run.py",
+    "training/test_toggles.py",
+    "utils/test_warn_once.py",
 )
-"""Files and folders that run in `make test` but not in `make check`, in addition to `LONG`."""
+"""Files, folders and tests that `make test` runs but not `make check`, in addition to `LONG`."""
 
 PLAIN = (
     "cluster/test_isolated.py::test_it_trains_as_in_the_kernel[ort]",
@@ -103,7 +108,30 @@ RULES = (
     "graph/test_planned_capture.py",
     "graph/test_profile_captured.py",
     "graph/test_source_lines.py",
+    "notebook/test_kernel.py",
     "test_keras.py",
+    "test_notebooks.py::test_runs_whole[02_",
+    "test_notebooks.py::test_runs_whole[04_",
     "zoo/test_sweep.py",
 )
 """Tests of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""
+
+OF_ORT = ("engines/test_contract.py", "test_torch_ort.py")
+"""Files whose tests of engine ``ort`` do so, too."""
+
+FROZEN = (
+    "engines/ortmodule/compat/test_patches.py",
+    "engines/ortmodule/kernels/",
+    "engines/ortmodule/test_fingerprint.py",
+    "engines/ortmodule/test_graph_in_next_kernel.py",
+    "graph/test_memory.py::test_a_step_takes_what_was_predicted[ortmodule]",
+)
+"""Tests of what will not change, onnxruntime-training's graphs and kernels: `make nightly`."""
+
+LENGTHY = (
+    "bench/test_bench.py::test_all_engines_by_the_command",
+    "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
+    "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[seq",
+    "training/test_resume.py::test_the_place_in_the_data_is_found_again[workers that stay, a gen",
+)
+"""Further tests that run in `make nightly` alone, each longer than half a minute."""
