@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from ortlab.engines.ort.lowering.graph import carried, has_instructions
+from ortlab.engines.ort.lowering.graph import carried
+from ortlab.engines.torch.cpu import has_instructions
 
 _OPERATOR = torch.nn.functional.scaled_dot_product_attention
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward

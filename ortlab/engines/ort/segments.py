@@ -33,7 +33,6 @@ from ortlab.engines.ort.lowering.graph import (
     OnnxGraph,
     Value,
     carried,
-    has_instructions,
     hints,
     lower,
 )
@@ -51,6 +50,7 @@ from ortlab.engines.ort.onnx_model import (
     values_of,
 )
 from ortlab.engines.ort.session import SILENT, Session, SessionFailed
+from ortlab.engines.torch.cpu import has_instructions
 from ortlab.utils.session_profile import Ran
 
 aten = torch.ops.aten

@@ -6,7 +6,6 @@ structure, never through SymInt, whose comparisons would add guards to the compi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,12 +52,6 @@ NUMPY_TYPES: Final = {
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
 }
-
-_INSTRUCTIONS: Final = {
-    torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
-    torch.float16: ("avx512_fp16", "amx_fp16", "avx10_1", "fp16_arith"),
-}
-"""Instruction sets that make torch's products of a type fast, as torch names them."""
 
 aten = torch.ops.aten
 
@@ -125,18 +118,7 @@ def carried(dtype: torch.dtype) -> torch.dtype:
     Args:
         dtype: Type of a tensor in torch.
     """
-    return torch.float32 if dtype in _INSTRUCTIONS else dtype
-
-
-@functools.cache
-def has_instructions(dtype: torch.dtype) -> bool:
-    """Return True if this CPU has instructions for products of a 16-bit type, or it is unknown.
-
-    Args:
-        dtype: torch.bfloat16 or torch.float16.
-    """
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # newer torch
-    return not known or any(known.get(name) for name in _INSTRUCTIONS[dtype])
+    return torch.float32 if dtype in _HALVES else dtype
 
 
 def lowers(*operators: Any) -> Callable[[F], F]:
