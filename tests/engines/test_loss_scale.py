@@ -222,7 +222,13 @@ def test_fp16_on_a_cpu_says_what_it_is_for() -> None:
     report = stepper_for(network()).report()
     assert report.remarks == ("fp16 on a CPU is for checking numerics: it is slower than fp32",)
     assert report.notes == report.remarks
-    assert stepper_for(network(), precision="bf16").report().remarks == ()
+
+
+def test_bf16_on_a_cpu_without_instructions_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        monkeypatch.setattr(torch_native, "has_instructions", lambda _, has=has: has)
+        told = " ".join(stepper_for(network(), precision="bf16").report().remarks)
+        assert ("this CPU has no instructions for bf16" in told) == (not has)
 
 
 @pytest.mark.parametrize("name", ["eager", "compile", "ortmodule"])
