@@ -81,10 +81,10 @@ def resolved(
     """Return settings whose engine is not "auto".
 
     The engine "auto" is the first of ``ortmodule`` and ``ort`` that runs on this machine with the
-    settings, else eager torch. A model that ``ortmodule`` refuses once it is called is taken over
-    by ``ort``, see `succeed`. It is ``ortmodule``, whose reason then is the error, if eager torch
-    does not run with them either, or if they choose options that only ORT has: a choice is never
-    ignored in silence.
+    settings, else eager torch. In 16 bits on a CPU without instructions for them it is ``ort``. A
+    model that ``ortmodule`` refuses once it is called is taken over by ``ort``, see `succeed`. It
+    is ``ortmodule``, whose reason then is the error, if eager torch does not run with them either,
+    or if they choose options that only ORT has: a choice is never ignored in silence.
 
     Args:
         settings: Settings of a run or of a wrapped model.
@@ -107,6 +107,11 @@ def _auto(
     """Return what `resolved` returns for "auto", and what `refusal` returns for it."""
     in_ort = cast(S, settings.replace(engine=_BEST))
     reason = in_torch or missing or _refusal(in_ort)
+    if reason is None and _is_emulated(settings):
+        fast = cast(S, settings.replace(engine=_ANYWHERE))
+        if _fits(fast):
+            what = f"this CPU has no instructions for {_of_model(settings).precision}"
+            return fast, f"engine auto: {_ANYWHERE}, because {what}, which {_BEST} would use", None
     if reason is None:
         return in_ort, f"engine auto: chose {_BEST}, which runs here", None
     model, eager = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
@@ -133,12 +138,23 @@ def _fits(settings: Chosen) -> bool:
     """Return whether the engine that these settings name runs here, and ignores no choice."""
     model = _of_model(settings)
     found = _engine(model.engine)
-    # In half precision nearly all of its operators would run in torch.
+    # In half precision nearly all of its operators would run in torch, if the CPU can do that.
     return (
-        model.precision == REFERENCE[1]
+        (model.precision == REFERENCE[1] or _is_emulated(settings))
         and not any(found.capabilities.ignores(found.name, name) for name in _for_ort(model))
         and _refusal(settings) is None
     )
+
+
+def _is_emulated(settings: Chosen) -> bool:
+    """Return whether torch's kernels compute in the precision without instructions of the CPU."""
+    precision = _of_model(settings).precision
+    if precision not in ("bf16", "fp16"):
+        return False
+    from ortlab.engines.torch import cpu, stepper  # heavy: torch
+
+    device = "auto" if isinstance(settings, EngineSettings) else settings.parallel.device
+    return stepper.trains_on_cpu(device) and not cpu.has_instructions(precision)
 
 
 def _for_ort(model: EngineSettings) -> list[str]:

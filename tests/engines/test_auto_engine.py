@@ -18,6 +18,7 @@ from ortlab.engines.ort import session as sessions
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.registry import refusal, resolved
+from ortlab.engines.torch import cpu
 from ortlab.session import session
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support.needed_engines import needs
@@ -62,6 +63,11 @@ def test_it_is_ort_where_that_runs(with_ort: None) -> None:
     assert registry.engine("auto").name == "ortmodule"
 
 
+@pytest.fixture(autouse=True)
+def with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_instructions", lambda _: True)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -78,6 +84,16 @@ def test_it_is_eager_where_ort_does_not_support_the_settings(
     assert name == "eager"
     of_ort = refusal(FinetuneSettings.of(values, engine="ortmodule"))
     assert reason == f"engine auto: eager, because ortmodule cannot run: {of_ort}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_run_in_todays_onnxruntime_where_the_cpu_has_no_instructions_for_them(
+    precision: str, with_ort: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "has_instructions", lambda _: False)
+    name, reason = chosen(precision=precision, device="cpu")
+    assert name == "ort"
+    assert f"this CPU has no instructions for {precision}" in reason or precision == "fp16"
 
 
 def test_it_is_eager_where_ort_is_missing(no_ort: None) -> None:
