@@ -164,6 +164,11 @@ class SourceLines:
         return tuple(self._lines.values())
 
     @property
+    def stage(self) -> str:
+        """Name of the stage of `graphs` whose nodes compute the lines."""
+        return "execution" if "backward" in self._profile.phases else "eval"
+
+    @property
     def joined(self) -> float:
         """Share of the operators' time that belongs to a line."""
         total = sum(node.us for node in self._profile.nodes)

@@ -110,6 +110,15 @@ def test_a_click_on_a_line_of_code_selects_its_nodes_in_both_graphs(
     expect(book.page.locator("[data-ortlab-still]").filter(has_text="self.inner")).to_be_hidden()
 
 
+def test_a_click_on_a_line_of_a_model_in_evaluation(notebook: Opens) -> None:
+    book = notebook([LINES, "model.eval()\n%ort lines model --batch batch"])
+    book.run()
+    view = graph(book)
+    click(view.locator(".ortlab-code summary", has_text="# <b>"))
+    selected = pane(view, "forward").locator(".graph-node.select")
+    expect(selected).to_have_text(re.compile("^Sin"))
+
+
 def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:
     """A closed view releases its graph, although JupyterLab keeps the models of closed widgets."""
     book = notebook([BERT, SHOW])

@@ -149,7 +149,7 @@ def _display_lines(lines: SourceLines) -> None:
     from ortlab.notebook.views import graph_view  # heavy: torch
 
     try:
-        graph_view.show(lines.graphs, stage="execution", code=lines)
+        graph_view.show(lines.graphs, stage=lines.stage, code=lines)
     except RuntimeError:
         data = {"text/plain": repr(lines), "text/html": lines._repr_html_()}
         publish_display_data(data)  # type: ignore[no-untyped-call]
