@@ -107,15 +107,13 @@ def _auto(
     """Return what `resolved` returns for "auto", and what `refusal` returns for it."""
     in_ort = cast(S, settings.replace(engine=_BEST))
     reason = in_torch or missing or _refusal(in_ort)
-    if reason is None and _is_emulated(settings):
-        fast = cast(S, settings.replace(engine=_ANYWHERE))
-        if _fits(fast):
-            what = f"this CPU has no instructions for {_of_model(settings).precision}"
-            return fast, f"engine auto: {_ANYWHERE}, because {what}, which {_BEST} would use", None
+    anywhere = cast(S, settings.replace(engine=_ANYWHERE))
+    if reason is None and _is_emulated(settings) and _fits(anywhere):
+        lacks = f"this CPU has no instructions for {_of_model(settings).precision}"
+        return anywhere, f"engine auto: {_ANYWHERE}, because {lacks}, which {_BEST} would use", None
     if reason is None:
         return in_ort, f"engine auto: chose {_BEST}, which runs here", None
     model, eager = _of_model(settings), cast(S, settings.replace(engine=REFERENCE[0]))
-    anywhere = cast(S, settings.replace(engine=_ANYWHERE))
     missing_too = _engine(_ANYWHERE).unavailable()
     if in_torch is None and _fits(anywhere):
         lacking = reason.partition(". ")[0]  # what to do about it is no advice while this one runs
@@ -148,13 +146,10 @@ def _fits(settings: Chosen) -> bool:
 
 def _is_emulated(settings: Chosen) -> bool:
     """Return whether torch's kernels compute in the precision without instructions of the CPU."""
-    precision = _of_model(settings).precision
-    if precision not in ("bf16", "fp16"):
-        return False
-    from ortlab.engines.torch import cpu, stepper  # heavy: torch
+    from ortlab.engines.torch import stepper  # heavy: torch
 
     device = "auto" if isinstance(settings, EngineSettings) else settings.parallel.device
-    return stepper.trains_on_cpu(device) and not cpu.has_instructions(precision)
+    return stepper.is_emulated(_of_model(settings).precision, device)
 
 
 def _for_ort(model: EngineSettings) -> list[str]:

@@ -7,7 +7,6 @@ add up, but do not describe any single step. Values are in microseconds, tables 
 from __future__ import annotations
 
 import html
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, Final, TypeVar
 from ortlab.graph import profile_ort
 from ortlab.graph.capture import Overlay, Stage
 from ortlab.graph.profile_ort import NodeTime, OrtProfile, PhaseTime
-from ortlab.graph.profile_torch import Eager
+from ortlab.graph.profile_torch import Eager, sums
 from ortlab.utils import svg_bars
 from ortlab.utils.errors import short_place
 from ortlab.utils.tables import Column, Table
@@ -124,7 +123,7 @@ class Profile:
         """
         names = {node.name for node in stage.nodes}
         origins = ((profile_ort.origin(node.node, names), node.us) for node in self.nodes)
-        us = _sums((name, us) for name, us in origins if name is not None)
+        us = sums((name, us) for name, us in origins if name is not None)
         return Overlay("time", "us", us)
 
     def by_phase(self) -> Table[PhaseRow]:
@@ -171,7 +170,7 @@ class Profile:
         for node in self.nodes:
             own = us.setdefault(node.op, dict.fromkeys(self.phases, 0.0))
             own[node.phase] += node.us
-        counts = _sums((node.op, 1) for node in self.nodes)
+        counts = sums((node.op, 1) for node in self.nodes)
         rows = [OpTime(op, int(counts[op]), own) for op, own in us.items()]
         rows.sort(key=lambda row: -sum(row.us.values()))
         notes = _more(len(rows) - most, "operators")
@@ -191,13 +190,13 @@ class Profile:
         Args:
             most: Maximum number of rows.
         """
-        sums = _sums(((node.source, node.phase), node.us) for node in self.nodes)
-        eager = _sums((short_place(*place), us) for (place, _), us in self.eager.line_us.items())
+        found = sums(((node.source, node.phase), node.us) for node in self.nodes)
+        eager = sums((short_place(*place), us) for (place, _), us in self.eager.line_us.items())
         rows = [
             LineTime(
-                line or _UNKNOWN, self._phased(sums, line), eager.get(line.partition(": ")[0], 0.0)
+                line or _UNKNOWN, self._phased(found, line), eager.get(line.partition(": ")[0], 0.0)
             )
-            for line in dict.fromkeys(line for line, _ in sums)
+            for line in dict.fromkeys(line for line, _ in found)
         ]
         rows.sort(key=lambda row: -sum(row.us.values()))
         columns: list[Column[LineTime]] = [
@@ -275,8 +274,8 @@ class Profile:
         def fold(path: str) -> str:
             return ".".join(path.split(".")[:depth])
 
-        ort = _sums(((fold(node.module), node.phase), node.us) for node in self.nodes)
-        eager = _sums(((fold(path), phase), us) for (path, phase), us in self.eager.us.items())
+        ort = sums(((fold(node.module), node.phase), node.us) for node in self.nodes)
+        eager = sums(((fold(path), phase), us) for (path, phase), us in self.eager.us.items())
         seen = {path for path, _ in (*ort, *eager)}
         rows = [
             ModuleTime(path or _ITSELF, self._phased(ort, path), self._phased(eager, path))
@@ -321,13 +320,6 @@ def _shares(ort: PhaseTime) -> str:
 
 def _more(count: int, what: str) -> list[str]:
     return [f"and {count} {what} more"] if count > 0 else []
-
-
-def _sums(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
-    found: defaultdict[K, float] = defaultdict(float)
-    for key, value in pairs:
-        found[key] += value
-    return dict(found)
 
 
 def _ms(us: float) -> str:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -42,7 +42,7 @@ _NOT_OF_USERS: Final = tuple(
 
 
 class Owner(NamedTuple):
-    """What a moment belongs to.
+    """Module and line of code that time is charged to.
 
     Attributes:
         module: Path of a module, empty for the model itself, None for none.
@@ -90,8 +90,10 @@ def profile(step: Step, steps: int, device: torch.device) -> Eager:
             step.run(step.module, ledger)
             if i >= WARMUP:
                 found.append(ledger.us)
-    modules = _medians(_by(each, lambda owner: owner.module) for each in found)
-    lines = _medians(_by(each, lambda owner: owner.place) for each in found)
+    modules = _medians(
+        sums(((at.module, of), us) for (at, of), us in each.items()) for each in found
+    )
+    lines = _medians(sums(((at.place, of), us) for (at, of), us in each.items()) for each in found)
     return Eager(
         {(path, phase): us for (path, phase), us in modules.items() if path is not None},
         {phase: modules[None, phase] for phase in PHASES if (None, phase) in modules},
@@ -101,13 +103,16 @@ def profile(step: Step, steps: int, device: torch.device) -> Eager:
     )
 
 
-def _by(
-    us: Mapping[tuple[Owner, str], float], key: Callable[[Owner], K]
-) -> dict[tuple[K, str], float]:
-    found: defaultdict[tuple[K, str], float] = defaultdict(float)
-    for (owner, phase), each in us.items():
-        found[key(owner), phase] += each
-    return found
+def sums(pairs: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """Return the sum of the values of each key.
+
+    Args:
+        pairs: Keys with values.
+    """
+    found: defaultdict[K, float] = defaultdict(float)
+    for key, value in pairs:
+        found[key] += value
+    return dict(found)
 
 
 def _medians(steps: Iterable[Mapping[K, float]]) -> dict[K, float]:

@@ -18,7 +18,7 @@ from ortlab.engines.ort import session as sessions
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.registry import refusal, resolved
-from ortlab.engines.torch import cpu
+from ortlab.engines.torch import stepper
 from ortlab.session import session
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support.needed_engines import needs
@@ -65,7 +65,7 @@ def test_it_is_ort_where_that_runs(with_ort: None) -> None:
 
 @pytest.fixture(autouse=True)
 def with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "has_instructions", lambda _: True)
+    monkeypatch.setattr(stepper, "has_instructions", lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,20 @@ def test_it_is_eager_where_ort_does_not_support_the_settings(
     assert reason == f"engine auto: eager, because ortmodule cannot run: {of_ort}"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "because"),
+    [
+        ("bf16", "this CPU has no instructions for bf16, which ortmodule would use"),
+        ("fp16", "ortmodule cannot run: "),
+    ],
+)
 def test_16_bits_run_in_todays_onnxruntime_where_the_cpu_has_no_instructions_for_them(
-    precision: str, with_ort: None, monkeypatch: pytest.MonkeyPatch
+    precision: str, because: str, with_ort: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "has_instructions", lambda _: False)
+    monkeypatch.setattr(stepper, "has_instructions", lambda _: False)
     name, reason = chosen(precision=precision, device="cpu")
     assert name == "ort"
-    assert f"this CPU has no instructions for {precision}" in reason or precision == "fp16"
+    assert reason.startswith(f"engine auto: ort, because {because}")
 
 
 def test_it_is_eager_where_ort_is_missing(no_ort: None) -> None:

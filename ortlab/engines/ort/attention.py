@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ortlab.engines.ort.lowering.graph import carried
+from ortlab.engines.ort.lowering.graph import HALVES, carried
 from ortlab.engines.torch.cpu import has_instructions
 
 _OPERATOR = torch.nn.functional.scaled_dot_product_attention
@@ -46,12 +46,11 @@ def attention(
     device = query.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
-    single = carried(dtype)
     rest = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if single is dtype or has_instructions(dtype):
+    if dtype not in HALVES or has_instructions(dtype):
         return _attention(query, key, value, *rest)
     # As in torch's kernel, scores are not rounded to 16 bits.
-    query, key, value = (each.to(dtype).to(single) for each in (query, key, value))
+    query, key, value = (each.to(dtype).to(carried(dtype)) for each in (query, key, value))
     with torch.autocast(device, enabled=False):
         return _attention(query, key, value, *rest).to(dtype)
 

@@ -184,13 +184,13 @@ def _error_alone(node: fx.Node, values: Mapping[fx.Node, Any]) -> float:
 
 def _error(graph: fx.GraphModule, found: list[torch.Tensor], given: list[Any]) -> float:
     """Return the largest relative error of ORT's results; 0 if rounding explains it."""
-    expected = _copy(graph)(*given)
+    expected = _InTorch(graph).run(*given)
     errors = [_apart(one, other) for one, other in zip(expected, found, strict=True)]
     worst = max(errors, default=0.0)
     if worst <= _TOLERANCE:
         return worst
     try:
-        exact = _copy(graph, in_double=True)(*map(_doubled, given))
+        exact = _InTorch(graph, in_double=True).run(*map(_doubled, given))
     except RuntimeError:  # types do not fit in double precision
         return worst
     pairs = zip(exact, expected, found, strict=True)
@@ -198,27 +198,28 @@ def _error(graph: fx.GraphModule, found: list[torch.Tensor], given: list[Any]) -
     return 0.0 if explained else worst
 
 
-def _copy(graph: fx.GraphModule, *, in_double: bool = False) -> fx.GraphModule:
-    """Return a graph as torch runs it: results of ORT have other orders in memory than torch's.
+class _InTorch(fx.Interpreter):
+    """Run a segment's graph in torch, on results of ORT, whose orders in memory may be others.
 
-    In double precision operators cast to that where they cast to another.
+    Args:
+        graph: FX graph of a segment.
+        in_double: True to cast to double precision where the graph casts to another.
     """
 
-    def doubled(given: Any) -> Any:
-        if isinstance(given, tuple | list):
-            return type(given)(map(doubled, given))
-        is_float = isinstance(given, torch.dtype) and given.is_floating_point
-        return torch.float64 if is_float else given
+    def __init__(self, graph: fx.GraphModule, *, in_double: bool = False) -> None:
+        super().__init__(graph)
+        self._in_double = in_double
 
-    made = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.graph.nodes:
-        copy = copies[node] = made.node_copy(node, lambda each: copies[each])
-        copy.target = QUICK.get(node.target, node.target)
-        if in_double:
-            copy.args = doubled(copy.args)
-            copy.kwargs = {name: doubled(each) for name, each in copy.kwargs.items()}
-    return fx.GraphModule(graph, made)
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        if self._in_double:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _doubled_type)
+        return super().call_function(QUICK.get(target, target), args, kwargs)
+
+
+def _doubled_type(given: Any) -> Any:
+    is_float = isinstance(given, torch.dtype) and given.is_floating_point
+    return torch.float64 if is_float else given
 
 
 def _doubled(value: Any) -> Any:

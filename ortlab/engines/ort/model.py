@@ -26,6 +26,7 @@ from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ort import check, recompute
 from ortlab.engines.ort.capture import Backend, CompiledGraph, Phase
 from ortlab.engines.ort.compile_log import CompileLog
+from ortlab.engines.ort.lowering.graph import HALVES
 from ortlab.engines.ort.recompute import NOTHING, Recompute
 from ortlab.engines.ort.segments import OrtSegment, TorchOperators
 from ortlab.engines.ort.session import SILENT
@@ -620,9 +621,8 @@ def _computed(outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def _is_low(module: nn.Module) -> bool:
     """Return True if products are in half precision."""
-    halves = (torch.float16, torch.bfloat16)
     on_cpu = torch.is_autocast_enabled("cpu")
-    return on_cpu or any(each.dtype in halves for each in module.parameters())
+    return on_cpu or any(each.dtype in HALVES for each in module.parameters())
 
 
 def _in_torch(operators: Iterable[TorchOperators]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from torch.fx.graph import CodeGen
 
 from ortlab.engines.ort import draws, session
 from ortlab.engines.ort.lowering.graph import (
+    HALVES,
     ONNX_TYPES,
     RULES,
     VIEWS,
@@ -173,7 +174,7 @@ def _unfit(node: fx.Node) -> str | None:
         tensor for each in node.all_input_nodes for tensor in tensors_in(each.meta.get("val"))
     ]
     for tensor in [*inputs, *tensors_in(node.meta.get("val"))]:
-        if carried(tensor.dtype) is not tensor.dtype:
+        if tensor.dtype in HALVES:
             if has_instructions(tensor.dtype):
                 return f"this CPU has instructions for {_short(tensor.dtype)}, which torch uses"
         elif tensor.dtype not in ONNX_TYPES:
@@ -242,7 +243,7 @@ class OrtSegment(torch.nn.Module):
             if order is not None or is_number(node):
                 return 2
             value = node.meta["val"]
-            if carried(value.dtype) is not value.dtype:
+            if value.dtype in HALVES:
                 return 2
             fixed = all(isinstance(size, int) for size in value.shape)
             return 0 if fixed and node.name.startswith(OF_MODEL) else 1
@@ -255,7 +256,7 @@ class OrtSegment(torch.nn.Module):
         """Return the outputs that are 16-bit floats in torch, float32 in ORT, and their types."""
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
         types = [node.meta["val"].dtype for node in output.args[0]]
-        return [(i, dtype) for i, dtype in enumerate(types) if carried(dtype) is not dtype]
+        return [(i, dtype) for i, dtype in enumerate(types) if dtype in HALVES]
 
     def restart(self, *, optimize: bool = True) -> None:
         """Create the session again.

@@ -35,6 +35,7 @@ from ortlab.engines.torch.cpu import has_instructions
 from ortlab.engines.torch.thread_count import suited_threads
 from ortlab.settings import EngineSettings, FinetuneSettings
 
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
 
 
@@ -79,6 +80,17 @@ def trains_on_cpu(device: str) -> bool:
     return device == "cpu" or not torch.cuda.is_available()
 
 
+def is_emulated(precision: str, device: str) -> bool:
+    """Return True if torch computes in a precision without instructions of the CPU for it.
+
+    Args:
+        precision: Chosen precision.
+        device: Chosen device, "auto" for the best one.
+    """
+    dtype = _HALVES.get(precision)
+    return dtype is not None and trains_on_cpu(device) and not has_instructions(dtype)
+
+
 def refuses_precision(precision: str, device: str) -> str | None:
     """Return why torch cannot compute in a precision.
 
@@ -90,9 +102,7 @@ def refuses_precision(precision: str, device: str) -> str | None:
         The reason and what to do about it, or None if torch can.
     """
     if precision == "tf32" and trains_on_cpu(device):
-        return (
-            "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32'"
-        )
+        return "precision='tf32' is for CUDA devices, and this is a CPU; choose precision='fp32'"
     return None
 
 
@@ -650,14 +660,14 @@ def autocast_for(precision: str, device: torch.device) -> AbstractContextManager
     """
     if precision in ("fp32", "tf32"):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.float16 if precision == "fp16" else torch.bfloat16)
+    return torch.autocast(device.type, _HALVES[precision])
 
 
 def _slowness(precision: str) -> tuple[str, ...]:
     """Return a remark if a precision is slower than fp32 on a CPU."""
     if precision == "fp16":
         return ("fp16 on a CPU is for checking numerics: it is slower than fp32",)
-    if precision == "bf16" and not has_instructions(torch.bfloat16):
+    if is_emulated(precision, "cpu"):
         return (
             "this CPU has no instructions for bf16, so that torch takes many times as long as in "
             "fp32; engine='ort' takes about as long",

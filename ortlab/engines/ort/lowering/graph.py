@@ -37,10 +37,11 @@ ONNX_TYPES: Final = {
 }
 """Types of the values of an ORT segment; operators on others run in torch, see also `carried`."""
 
-_HALVES: Final = {
+HALVES: Final = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.float16: TensorProto.FLOAT16,
 }
+"""Types of 16-bit floats, which a segment has as float32, rounded."""
 
 NUMPY_TYPES: Final = {
     torch.float32: np.float32,
@@ -118,7 +119,7 @@ def carried(dtype: torch.dtype) -> torch.dtype:
     Args:
         dtype: Type of a tensor in torch.
     """
-    return torch.float32 if dtype in _HALVES else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def lowers(*operators: Any) -> Callable[[F], F]:
@@ -445,7 +446,7 @@ class OnnxGraph:
             value: Tensor.
             dtype: torch.bfloat16 or torch.float16.
         """
-        half = self.value("Cast", value, shape=value.shape, dtype=dtype, to=_HALVES[dtype])
+        half = self.value("Cast", value, shape=value.shape, dtype=dtype, to=HALVES[dtype])
         return replace(self.cast(half, value.dtype), exact=value)
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
