@@ -145,11 +145,12 @@ def _fits(settings: Chosen) -> bool:
 
 
 def _is_emulated(settings: Chosen) -> bool:
-    """Return whether torch's kernels compute in the precision without instructions of the CPU."""
+    """Return whether torch's kernels compute a run's precision without instructions of the CPU."""
     from ortlab.engines.torch import stepper  # heavy: torch
 
-    device = "auto" if isinstance(settings, EngineSettings) else settings.parallel.device
-    return stepper.is_emulated(_of_model(settings).precision, device)
+    if isinstance(settings, EngineSettings):  # in your own loop, autocast is yours
+        return False
+    return stepper.is_emulated(settings.model.precision, settings.parallel.device)
 
 
 def _for_ort(model: EngineSettings) -> list[str]:

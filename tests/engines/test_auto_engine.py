@@ -123,9 +123,23 @@ def test_a_choice_that_only_ort_has_is_not_ignored(values: dict[str, Any], no_or
     assert refusal(FinetuneSettings.of(values)) == MISSING
 
 
-def test_a_precision_of_an_own_loop_is_not_ignored(no_ort: None) -> None:
+@pytest.mark.parametrize("instructions", [True, False])
+def test_a_precision_of_an_own_loop_is_not_ignored(
+    instructions: bool, no_ort: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepper, "has_instructions", lambda _: instructions)
     with pytest.raises(EngineUnavailable, match=MISSING):
         ortlab.wrap(nn.Linear(2, 2), precision="bf16")
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_a_precision_of_an_own_loop_is_for_ortmodule_alone(
+    instructions: bool, with_ort: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engine ``ort`` leaves the precision of an own loop to the loop's autocast."""
+    monkeypatch.setattr(stepper, "has_instructions", lambda _: instructions)
+    settings = EngineSettings.of(precision="bf16")
+    assert registry.resolved(settings)[0].engine == "ortmodule"
 
 
 def test_settings_that_no_engine_supports_have_the_reason_of_ort(with_ort: None) -> None:
