@@ -123,6 +123,13 @@ A segment takes some 0.1 ms, and torch's threads spin when it starts. ResNet-18 
 addition and a ReLU, between any two convolutions. A segment with one of `PRODUCTS` stays.
 """
 
+_FEW_AMONG_HALVES: Final = 8
+"""As `_FEW`, where torch has the products in 16 bits, which are over sooner.
+
+With AVX512-BF16, BERT 4 x 256 has additions and norms of at most 6 operators between its products.
+A step took 1.00 of eager torch's time with those in ORT and 0.94 without.
+"""
+
 PRODUCTS: Final = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 )
@@ -606,11 +613,15 @@ class _Divider:
         for node, (level, _) in self._levels.items():
             if level % 2 and node.target not in FREE:
                 segments[level].append(node)
+        in_halves = any(
+            node.target in PRODUCTS and node.meta["val"].dtype in HALVES for node in self._torch
+        )
+        few = _FEW_AMONG_HALVES if in_halves else _FEW
         found: list[fx.Node] = []
         for nodes in segments.values():
             read = {source for node in nodes for source in self._sources(node)} & self._torch
             if (
-                len(nodes) <= _FEW
+                len(nodes) <= few
                 and PRODUCTS.isdisjoint(node.target for node in nodes)
                 and not all(map(draws.is_random, read))
             ):

@@ -656,6 +656,25 @@ def test_torch_runs_segments_of_few_operators_between_its_own(
     assert in_torch(backend) == {"aten.special_erfcx": "no rule for this operator", **found}
 
 
+@pytest.mark.parametrize(("operators", "in_ort"), [(8, False), (9, True)])
+def test_torch_runs_segments_of_some_operators_between_its_own_products_in_16_bits(
+    operators: int, in_ort: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "has_instructions", lambda _: True)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (x @ x.t()).float()
+            for _ in range(operators):
+                y = y.sin()
+            return y @ x
+
+    backend, x = Backend(), torch.randn(4, 6)
+    found = torch.compile(function, backend=backend)(x)
+    torch.testing.assert_close(found, function(x), rtol=1e-2, atol=1e-2)
+    assert ("aten.sin" not in in_torch(backend)) == in_ort
+
+
 def test_few_operators_after_nothing_but_draws_run_in_ort() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
