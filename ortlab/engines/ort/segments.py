@@ -708,6 +708,8 @@ class _Divider:
         made = self._outer.node_copy(node, self._in_outer)
         if node.target in QUICK:
             made.target = QUICK[node.target]
+        elif node.target is operator.truediv:
+            made.target = _quotient
         elif node.target in _READ_STRIDES:
             assert source is not None
             if not source.meta["val"].is_contiguous():
@@ -789,6 +791,11 @@ class _Divider:
             )
             taken.meta = dict(node.meta)
             self._made[node] = taken
+
+
+def _quotient(one: float, other: float) -> float:
+    """Divide numbers as torch's kernels do, also by the size of a selection without elements."""
+    return one / other if other else float(torch.tensor(one, dtype=torch.float64) / other)
 
 
 def _after_placeholders(graph: fx.Graph) -> fx.Node:

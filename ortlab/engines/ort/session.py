@@ -218,7 +218,7 @@ class Session:
             The outputs in order.
 
         Raises:
-            SessionFailed: If a kernel fails.
+            SessionFailed: If a kernel fails, or makes no tensor.
         """
         given, results = self._vector(), self._vector()
         given.reserve(len(tensors))
@@ -249,9 +249,9 @@ class Session:
             self._session.run_with_ortvaluevector(
                 self._run_options, self.inputs, given, self.outputs, results, self._devices[1]
             )
+            adopted: list[torch.Tensor] = results.to_dlpacks(torch._C._from_dlpack)
         except Exception as error:
             raise SessionFailed(str(error)) from error
-        adopted: list[torch.Tensor] = results.to_dlpacks(torch._C._from_dlpack)
         for i in self._booleans:  # bytes in onnxruntime 1.19.2
             adopted[i] = adopted[i].view(torch.bool)
         return adopted

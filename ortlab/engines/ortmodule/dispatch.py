@@ -470,7 +470,7 @@ class GraphDispatcher:
                 raise ExportFailed(
                     f"an input is empty ({', '.join(map(str, map(list, shapes)))}), and some of "
                     "ORT's CPU gradients crash the process on it; skip such batches, or use "
-                    "engine='eager'"
+                    "engine='ort'"
                 )
             if self._due(served, shapes):
                 served = self._check_or_split(served, key, args, kwargs, why)
@@ -948,12 +948,12 @@ class GraphDispatcher:
             self._demanded.popleft().finish(passed, verdict, rows)
 
     def _cannot_run(self, error: Exception) -> ExportFailed:
-        way_out = "use engine='eager'"
+        way_out = "use engine='ort'"
         if any(p.dtype == torch.float64 for p in self.module.parameters()):
             way_out += ", or model.float(): ORT has few kernels for double precision"
         elif asks_for_bfloat16(self.module):
             way_out += ", or remove the autocast inside forward, which ORT's graph cannot lower"
-        return ExportFailed(f"ORT cannot run this model: {compat.explain(error)}; {way_out}")
+        return ExportFailed(f"ORTModule cannot run this model: {compat.explain(error)}; {way_out}")
 
     def _remark(self, text: str) -> None:
         """Record a difference from eager torch that the user must know, once."""

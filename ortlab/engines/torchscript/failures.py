@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import re
 import sysconfig
@@ -197,6 +198,8 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
     if at is None and operator is not None:
         at = next((node for node in nodes if node.operator == operator), None)
     if at is not None:
+        if at.line is not None:  # which says more than the node's name
+            reason = reason.replace(f" ('{at.name}')", "")
         return Failure(at.operator, at.line, module_path(_parent(at.name)), reason)
     return Failure(operator, None, module_path(_parent(name.group(1))) if name else None, reason)
 
@@ -250,11 +253,16 @@ def _line(frames: Sequence[tuple[str, int]]) -> str | None:
     If all frames are library code (a transformers model), return the innermost one outside torch
     and ORT.
     """
-    inside = [f for f in frames if not _belongs_to(f[0], *_EXPORTERS)]
+    inside = [f for f in frames if not _belongs_to(f[0], *_EXPORTERS) and _has_text(*f)]
     chosen = [f for f in inside if not _is_library(f[0])] or inside
     if not chosen:
         return None
     return _short(place(*chosen[-1]), 200)
+
+
+def _has_text(file: str, line: int) -> bool:
+    """Return False for code that was never in a file or a cell, such as that of python -c."""
+    return not file.startswith("<") or bool(linecache.getline(file, line))
 
 
 @functools.cache
@@ -285,6 +293,7 @@ def _first_line(text: str) -> str:
     said = re.sub(r"^/onnxruntime_src/\S+ .*\) (?:const )?", "", said)
     said = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", said)
     said = said.partition("  [Caused by the value ")[0]
+    said = re.sub(r"\.? Please feel free to request support .*$", "", said)
     return _short(said, 300)
 
 

@@ -201,7 +201,7 @@ ACTIVATIONS: dict[str, Case] = {
     "prelu": (F.prelu, (floats(5, 6), positive(6))),
     "gelu far from zero": (
         F.gelu,
-        (torch.tensor([-1e20, -300, -9, -4, 0, 5, 13, 14, 2e19, float("inf")]).requires_grad_(),),
+        (torch.tensor([-1e20, -300, -9, -4, 0, 5, 13, 14, 2e19, 1e38]).requires_grad_(),),
     ),
     "relu at nan": (F.relu, (torch.tensor([float("nan"), -1.0, 2.0]).requires_grad_(),)),
 }

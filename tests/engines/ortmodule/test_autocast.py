@@ -119,7 +119,7 @@ def test_a_part_that_forward_keeps_in_float32_is_never_lowered(ort: OrtModuleEng
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(
-            ExportFailed, match=r"use engine='eager', or remove the autocast inside forward"
+            ExportFailed, match=r"use engine='ort', or remove the autocast inside forward"
         ),
     ):
         wrapped(x)
@@ -135,7 +135,7 @@ class InBfloat16(Partly):
 
 def test_an_autocast_of_forwards_own_alone_is_refused(ort: OrtModuleEngine) -> None:
     x = torch.randn(4, 6)
-    with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='eager'"):
+    with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='ort'"):
         ort.wrap(InBfloat16(), EngineSettings())(x)
     model = InBfloat16()
     falls_back = ort.wrap(model, EngineSettings.of(fallback=True))

@@ -215,6 +215,15 @@ def product(sizes: Iterable[Size]) -> Size:
     return size_of(math.prod(sizes))
 
 
+def is_positive(size: Size) -> bool:
+    """Return True if a size cannot be 0.
+
+    Args:
+        size: Integer or expression.
+    """
+    return bool(size > 0 if isinstance(size, int) else size.is_positive)
+
+
 class OnnxGraph:
     """ONNX graph under construction.
 
@@ -509,6 +518,8 @@ class OnnxGraph:
         shape = shape_of(shape)
         if shape == value.shape:
             return value
+        if 0 in shape:  # ORT's optimizer drops an Expand to no elements
+            return self.full(shape, 0, value.dtype)
         return self.value("Expand", value, self.sizes(shape), shape=shape, dtype=value.dtype)
 
     def unary(self, operator: str, value: Value, **attributes: Any) -> Value:
@@ -589,7 +600,7 @@ class OnnxGraph:
             and axes == list(range(len(first)))
             and all(isinstance(n, int) for n in rest)
             and math.prod(rest) >= _WIDE
-            and 0 not in first
+            and all(map(is_positive, first))
         ):
             # As for a bias: a product with ones is two to three times as fast.
             rows, columns = product(first), math.prod(rest)

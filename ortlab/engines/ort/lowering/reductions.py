@@ -12,6 +12,7 @@ from ortlab.engines.ort.lowering.graph import (
     Number,
     OnnxGraph,
     Value,
+    is_positive,
     lowers,
     product,
     result,
@@ -35,15 +36,32 @@ def _reduction_rule(operator: str, *overloads: Any) -> None:
         keep: bool = False,
         **_: Any,
     ) -> Value:
-        """Lower sum, mean, amax, amin, prod to ReduceSum, ReduceMean, ReduceMax, ..."""
+        """Lower sum, amax, amin, prod to ReduceSum, ReduceMax, ..."""
         return graph.reduce(operator, graph.cast(x, result(node).dtype), _dims(dims), keep=keep)
 
 
 _reduction_rule("ReduceSum", aten.sum.dim_IntList, aten.sum.default)
-_reduction_rule("ReduceMean", aten.mean.dim, aten.mean.default)
 _reduction_rule("ReduceMax", aten.amax.default, aten.max.default)
 _reduction_rule("ReduceMin", aten.amin.default, aten.min.default)
 _reduction_rule("ReduceProd", aten.prod.dim_int, aten.prod.default)
+
+
+@lowers(aten.mean.dim, aten.mean.default)
+def _mean(
+    graph: OnnxGraph,
+    node: fx.Node,
+    x: Value,
+    dims: int | list[int] | None = None,
+    keep: bool = False,
+    **_: Any,
+) -> Value:
+    """Lower mean to ReduceMean; to a sum over a count that may be 0, as ORT's mean is 0 then."""
+    x, dims = graph.cast(x, result(node).dtype), _dims(dims)
+    count = product(x.shape[i] for i in dims or range(x.rank))
+    if is_positive(count):
+        return graph.reduce("ReduceMean", x, dims, keep=keep)
+    total = graph.reduce("ReduceSum", x, dims, keep=keep)
+    return graph.binary("Div", total, graph.scalar(count, x.dtype))
 
 
 @lowers(prims.var.default)
@@ -59,22 +77,33 @@ def _variance(
     )
 
 
-def _truth_rule(operator: str, *overloads: Any) -> None:
-    @lowers(*overloads)
-    def rule(
-        graph: OnnxGraph,
-        node: fx.Node,
-        x: Value,
-        dims: int | list[int] | None = None,
-        keep: bool = False,
-    ) -> Value:
-        """Lower any, all to ReduceMax, ReduceMin of integers."""
-        numbers = graph.cast(graph.cast(x, torch.bool), torch.int32)
-        return graph.cast(graph.reduce(operator, numbers, _dims(dims), keep=keep), torch.bool)
+@lowers(aten.any.default, aten.any.dim, aten.any.dims)
+def _any(
+    graph: OnnxGraph,
+    node: fx.Node,
+    x: Value,
+    dims: int | list[int] | None = None,
+    keep: bool = False,
+) -> Value:
+    """Lower any to ReduceSum of integers, which without elements is 0; extrema are not."""
+    numbers = graph.cast(graph.cast(x, torch.bool), torch.int32)
+    return graph.cast(graph.reduce("ReduceSum", numbers, _dims(dims), keep=keep), torch.bool)
 
 
-_truth_rule("ReduceMax", aten.any.default, aten.any.dim, aten.any.dims)
-_truth_rule("ReduceMin", aten.all.default, aten.all.dim, aten.all.dims)
+@lowers(aten.all.default, aten.all.dim, aten.all.dims)
+def _all(
+    graph: OnnxGraph,
+    node: fx.Node,
+    x: Value,
+    dims: int | list[int] | None = None,
+    keep: bool = False,
+) -> Value:
+    """Lower all to Not of whether any is false."""
+    return _not(graph, _any(graph, node, _not(graph, graph.cast(x, torch.bool)), dims, keep))
+
+
+def _not(graph: OnnxGraph, x: Value) -> Value:
+    return graph.value("Not", x, shape=x.shape, dtype=torch.bool)
 
 
 def _place(graph: OnnxGraph, operator: str, x: Value, dim: int | None, keep: bool) -> Value:

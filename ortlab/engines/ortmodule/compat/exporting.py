@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.onnx import TrainingMode
 
-from ortlab.engines.ortmodule.compat import gradient_checkpointing, interop
+from ortlab.engines.ortmodule.compat import gradient_checkpointing, interop, selections
 from ortlab.engines.ortmodule.compat.symbolics import builder
 from ortlab.engines.torchscript import failures, weightless
 from ortlab.engines.torchscript.failures import Node
@@ -110,13 +110,15 @@ def _take_stacks(graph: Any) -> list[Node]:
     return found
 
 
-def located(build: Callable[..., Any]) -> Callable[..., Any]:
+def located(build: Callable[..., Any], *, of_graph: bool) -> Callable[..., Any]:
     """Wrap a method that creates ORT's graph or session so that its failures name the line.
 
-    ORT names only a node or an operator; the exporter recorded its line in the model.
+    ORT names only a node or an operator; the exporter recorded its line in the model. A graph that
+    ORT could not run for every batch is refused.
 
     Args:
         build: Method to wrap.
+        of_graph: True if it creates the graph; the session is created later.
 
     Returns:
         The wrapped method.
@@ -127,10 +129,12 @@ def located(build: Callable[..., Any]) -> Callable[..., Any]:
         nodes, _last.nodes = _last.nodes, ()
         try:
             result = build(self, *args, **kwargs)
+            if of_graph:
+                _refuse_unfit_selection(self._onnx_models.optimized_model.graph)
         except Exception as error:
             failures.attach_nodes(error, nodes)
             raise
-        if build.__name__ == "_build_graph":  # the session is created later
+        if of_graph:
             _last.nodes = nodes
         return result
 
@@ -217,6 +221,16 @@ def wrong_gradient(graph: Any) -> str | None:
             what = "grouped convolutions" if node.op_type == "Conv" else "max pooling"
             return f"ORT's gradient of {what} ('{node.name}') is wrong"
     return None
+
+
+def _refuse_unfit_selection(graph: Any) -> None:
+    found = selections.unfit_selection(graph)
+    if found is not None:
+        selection, operator = found
+        raise RuntimeError(
+            f"the size of a selection ('{selection.name}') depends on the data, and ORT's "
+            f"{operator} does not support tensors without elements"
+        )
 
 
 @contextlib.contextmanager

@@ -10,13 +10,14 @@ Functions import onnxruntime themselves: it is optional, and some rows must prec
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,13 +339,60 @@ def _cap_onnx(_addresses: Addresses) -> None:
     _replace(model_accessor.ModelAccessor, "__init__", make)
 
 
-def _sequence_infos(_addresses: Addresses) -> None:
+def _current_infos(_addresses: Addresses) -> None:
     from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
 
     def view(helper: Any) -> _View:
-        return _View(helper, make_sequence_value_info=helper.make_tensor_sequence_value_info)
+        def info(name: str, kind: int, shape: Sequence[Any] | None, *rest: Any) -> Any:
+            if shape is not None:
+                shape = [size(each) for each in shape]
+            return helper.make_tensor_value_info(name, kind, shape, *rest)
+
+        def size(of_sympy: Any) -> int | str | None:
+            if of_sympy is None or isinstance(of_sympy, int | str):
+                return of_sympy
+            return int(of_sympy) if of_sympy.is_Integer else str(of_sympy)
+
+        return _View(
+            helper,
+            make_sequence_value_info=helper.make_tensor_sequence_value_info,
+            make_tensor_value_info=info,
+        )
 
     _replace(symbolic_shape_infer, "helper", view)
+
+
+def _shapes_of_losses(_addresses: Addresses) -> None:
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
+
+    def make(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def infer(self: Any, node: Any) -> None:
+            original(self, node)
+            if symbolic_shape_infer.get_attribute(node, "reduction", b"mean") == b"none":
+                info = self.known_vi_[node.output[0]]
+                kind, shape = info.type.tensor_type.elem_type, self._get_shape(node, 1)
+                make_info = symbolic_shape_infer.helper.make_tensor_value_info
+                info.CopyFrom(make_info(info.name, kind, shape))
+
+        return infer
+
+    inference = symbolic_shape_infer.SymbolicShapeInference
+    _replace(inference, "_infer_SoftmaxCrossEntropyLoss", make)
+
+
+def _shapes_if_found(_addresses: Addresses) -> None:
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def infer_shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(model, *args, **kwargs)
+            except Exception:  # noqa: BLE001  # it raises anything, and ORT infers shapes itself
+                return model
+
+        return infer_shapes
+
+    _replace_static(symbolic_shape_infer.SymbolicShapeInference, "infer_shapes", make)
 
 
 # ---- the export ----------------------------------------------------------------------------------
@@ -441,8 +489,10 @@ def _locate_failures(_addresses: Addresses) -> None:
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
     for manager in (TrainingManager, InferenceManager):
-        for name in ("_build_graph", "_create_execution_agent"):
-            _replace(manager, name, exporting.located)
+        graph = functools.partial(exporting.located, of_graph=True)
+        session = functools.partial(exporting.located, of_graph=False)
+        _replace(manager, "_build_graph", graph)
+        _replace(manager, "_create_execution_agent", session)
 
 
 def _passes_of_ours(_addresses: Addresses) -> None:
@@ -476,6 +526,10 @@ def _no_label_hooks(_addresses: Addresses) -> None:
     _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
 
 
+_SHAPE_INFERENCE = (
+    "https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/"
+    "symbolic_shape_infer.py"
+)
 _ORT = (
     "https://github.com/microsoft/onnxruntime/blob/v1.19.2/orttraining/orttraining/python/training/"
 )
@@ -700,10 +754,24 @@ ROWS = (
     ),
     Patch(
         target="onnxruntime.tools.symbolic_shape_infer.helper",
-        symptom="AttributeError: onnx.helper no longer has make_sequence_value_info",
-        link="https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/symbolic_shape_infer.py",
-        apply=_sequence_infos,
-        probe=probes.sequences_have_shapes,
+        symptom="onnx.helper no longer has make_sequence_value_info, or takes sympy's symbols",
+        link=_SHAPE_INFERENCE,
+        apply=_current_infos,
+        probe=probes.infos_are_made,
         applies_to=lambda versions: versions.onnx > (1, 17),
+    ),
+    Patch(
+        target="onnxruntime.tools.symbolic_shape_infer.SymbolicShapeInference",
+        symptom="a loss of each sample is taken for a scalar",
+        link=_SHAPE_INFERENCE,
+        apply=_shapes_of_losses,
+        probe=probes.losses_have_their_shape,
+    ),
+    Patch(
+        target="onnxruntime.tools.symbolic_shape_infer.SymbolicShapeInference.infer_shapes",
+        symptom="an export fails because shapes, which are optional, are not inferred",
+        link=_SHAPE_INFERENCE,
+        apply=_shapes_if_found,
+        probe=probes.shapes_are_optional,
     ),
 )

@@ -15,6 +15,7 @@ import sys
 import warnings
 from typing import Any
 
+import onnx
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -402,8 +403,42 @@ def onnx_is_capped() -> bool:
     return bool(model.ir_version <= MAX_IR and opset <= MAX_OPSET)
 
 
-def sequences_have_shapes() -> bool:
-    """Return True if shape inference finds `make_sequence_value_info`."""
+def infos_are_made() -> bool:
+    """Return True if shape inference can write the types of sequences and of symbolic sizes."""
+    import sympy  # optional: onnxruntime
     from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
 
-    return hasattr(symbolic_shape_infer.helper, "make_sequence_value_info")
+    helper = symbolic_shape_infer.helper
+    info = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [sympy.Symbol("rows")])
+    row = info.type.tensor_type.shape.dim[0].dim_param
+    return bool(row == "rows") and hasattr(helper, "make_sequence_value_info")
+
+
+def losses_have_their_shape() -> bool:
+    """Return True if shape inference finds one loss for each sample without a reduction."""
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
+
+    make = onnx.helper.make_tensor_value_info
+    given = [make("x", onnx.TensorProto.FLOAT, [2, 3]), make("y", onnx.TensorProto.INT64, [2])]
+    loss = onnx.helper.make_node("SoftmaxCrossEntropyLoss", ["x", "y"], ["z"], reduction="none")
+    graph = onnx.helper.make_graph([loss], "g", given, [make("z", onnx.TensorProto.FLOAT, None)])
+    imports = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, opset_imports=imports)
+    found = symbolic_shape_infer.SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    return [dim.dim_value for dim in found.graph.output[0].type.tensor_type.shape.dim] == [2]
+
+
+def shapes_are_optional() -> bool:
+    """Return True if shape inference returns a model whose shapes it cannot infer."""
+    from onnxruntime.tools import symbolic_shape_infer  # optional: onnxruntime
+
+    make = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Gather", ["x", "index"], ["y"], axis=3)  # x has 1 dimension
+    given = [make("x", onnx.TensorProto.FLOAT, [2]), make("index", onnx.TensorProto.INT64, [1])]
+    graph = onnx.helper.make_graph([node], "g", given, [make("y", onnx.TensorProto.FLOAT, None)])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    try:
+        symbolic_shape_infer.SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    except Exception:  # noqa: BLE001  # it raises anything
+        return False
+    return True

@@ -398,7 +398,6 @@ INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_put": lambda x, i: torch.zeros(4, 6).index_put((i,), x, accumulate=True),
     "index_put of pairs": lambda x, i: x.sin().index_put((i, i - 6), x[:, 0], accumulate=True),
     "index_put of a number": lambda x, i: x.index_put((i,), torch.tensor(2.0), accumulate=True),
-    "index_put at a mask": lambda x, i: x.index_put((x > 0,), torch.tensor(2.0), accumulate=True),
     "index_put of a block": lambda x, i: (
         torch.zeros(4, 3, 2, 6)
         .index_put((i[:, None], torch.arange(2)), x[:, None, None], accumulate=True)
@@ -437,7 +436,6 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "blocks": lambda x, i: x.view(-1, 2, 3)[i[:, None], torch.tensor([0, -1])],
     "with a slice between": lambda x, i: x.view(-1, 2, 3)[torch.arange(len(i)), :, i],
     "after a slice": lambda x, i: x.view(-1, 2, 3)[:, i // 2, i],
-    "with a mask": lambda x, i: x[i > -9, i],
     "put": lambda x, i: x.index_put((torch.arange(len(i)), i), torch.tensor(2.0)),
 }
 
@@ -446,6 +444,87 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_an_index_below_zero(ort: TrainingRuntime, name: str) -> None:
     up = torch.tensor([0, 1, 2, 1])
     compare(ort, Calling(PAIRS[name]), *((torch.randn(4, 6), each) for each in (up, up - 3)))
+
+
+WEIGHT = torch.randn(5, 6)
+IMAGE = (3, 4, 6, 8)
+SIZED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "linspace of a size": (lambda x: x[:, 0] * torch.linspace(0, 1, x.shape[0]), (4, 6)),
+    "linspace of one": (lambda x: x[:1, 0] * torch.linspace(2, 3, x[:1].shape[0]), (4, 6)),
+    "linspace of floats": (lambda x: x[:, 0] * torch.linspace(-0.5, 2.0, x.shape[0]), (4, 6)),
+    "einsum with ...": (lambda x: torch.einsum("...i,oi->...o", x, WEIGHT), (4, 3, 6)),
+    "einsum with ... of two": (lambda x: torch.einsum("...i,...i", x, x[:1].sin()), (4, 3, 6)),
+    "einsum of three": (lambda x: torch.einsum("bi,oi,bi->bo", x, WEIGHT, x), (4, 6)),
+    "einsum of one": (lambda x: torch.einsum("bii->bi", x), (4, 3, 3)),
+    "einsum to a number": (lambda x: torch.einsum("bi,oi->", x, WEIGHT), (4, 6)),
+    "einsum without an arrow": (lambda x: torch.einsum("ba,ca", x, WEIGHT), (4, 6)),
+    "tensordot": (lambda x: torch.tensordot(x, WEIGHT, dims=([2], [1])), (4, 3, 6)),
+    "tensordot of a number of dims": (lambda x: torch.tensordot(x, WEIGHT.t(), dims=1), (4, 6)),
+    "quantile of rows": (lambda x: x.quantile(0.3, dim=1), (4, 6)),
+    "quantile, the lower": (lambda x: x.quantile(0.7, 0, True, interpolation="lower"), (4, 6)),
+    "logcumsumexp": (lambda x: x.logcumsumexp(1), (4, 6)),
+    "rot90": (lambda x: torch.rot90(x, 1, (1, 2)), (4, 3, 6)),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, x.argsort(1), 1), (4, 6)),
+    "solve": (lambda x: torch.linalg.solve(torch.eye(6) * 3, x.t()), (4, 6)),
+    **{
+        f"{mode}, {dims}-D": (
+            lambda x, mode=mode, dims=dims: F.pad(x, (1, 2, 2, 1, 1, 0)[: 2 * dims], mode=mode),
+            (3, 4, 5, 6, 7)[: dims + 2],
+        )
+        for mode in ("reflect", "replicate")
+        for dims in (1, 2, 3)
+    },
+    "group norm without a weight": (lambda x: F.group_norm(x, 2), IMAGE),
+    "instance norm": (F.instance_norm, IMAGE),
+    "instance norm of sequences": (lambda x: F.instance_norm(x, weight=WEIGHT[:4, 0]), (3, 4, 8)),
+    **{
+        f"{mode} to a size": (
+            lambda x, mode=mode: F.interpolate(F.avg_pool2d(x, 2), x.shape[-2:], mode=mode),
+            IMAGE,
+        )
+        for mode in ("nearest", "bicubic", "bilinear")
+    },
+    "nearest by a factor": (lambda x: F.interpolate(x, scale_factor=1.5), IMAGE),
+    "nearest of 1 dimension": (lambda x: F.interpolate(x, size=5), (3, 4, 8)),
+    **{
+        f"losses of samples, {name}": (
+            lambda x, use=use: use(
+                F.cross_entropy(x, torch.arange(x.shape[0]) % 6, reduction="none")
+            ),
+            (4, 6),
+        )
+        for name, use in {
+            "a slice": lambda losses: losses[1:3],
+            "sorted": lambda losses: losses.sort().values,
+            "focal": lambda losses: (1 - (-losses).exp()) ** 2 * losses,
+            "expanded": lambda losses: losses.expand(2, -1),
+        }.items()
+    },
+    "categorical": (
+        lambda x: torch.distributions.Categorical(logits=x).log_prob(torch.arange(x.shape[0]) % 6),
+        (4, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_another_number_of_rows(ort: TrainingRuntime, name: str) -> None:
+    function, shape = SIZED[name]
+    compare(ort, Calling(function), *(torch.randn(n, *shape[1:]) for n in (shape[0], 5, 2)))
+
+
+def test_bilinear(ort: TrainingRuntime) -> None:
+    class Both(nn.Module):
+        def __init__(self, *, bias: bool) -> None:
+            super().__init__()
+            self.product = nn.Bilinear(6, 6, 3, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.product(x, x.sin())
+            return found
+
+    for bias in (True, False):
+        compare(ort, Both(bias=bias), torch.randn(4, 6), torch.randn(3, 6))
 
 
 FIXED = torch.rand(4, 6)

@@ -22,6 +22,7 @@ from ortlab.engines.ortmodule.compat.symbolics.builder import (
     stock,
     with_gradient,
 )
+from ortlab.engines.ortmodule.compat.symbolics.run_by_torch import EXPORTS
 from ortlab.engines.torchscript.nodes import (
     Graph,
     Value,
@@ -178,11 +179,7 @@ def _batch_norm(
 ) -> Value:
     # In evaluation mode too: ORT's gradient would treat it as a BatchNorm in training mode.
     if missing(weight):
-        # Both depend on x, since the gradient must have three outputs.
-        axes = [axis for axis in range(rank(x)) if axis != 1]
-        total = g.op("ReduceSum", x, constant(g, axes), keepdims_i=0)
-        bias = g.op("Mul", total, constant(g, 0.0, dtype(x)))
-        weight = g.op("Add", bias, constant(g, 1.0, dtype(x)))
+        weight, bias = _ones_and_zeros(g, x)
     else:
         x = with_gradient(g, x, weight, bias)
     numbers = (cast(g, number, torch.float32) for number in (momentum, eps))
@@ -191,15 +188,50 @@ def _batch_norm(
     return ranked_like_output(g, aten(g, "native_batch_norm", *inputs, outputs=3)[0])
 
 
+def _ones_and_zeros(g: Graph, x: Value) -> tuple[Value, Value]:
+    """Return a weight and a bias without effect for the channels of `x`.
+
+    Both depend on `x`, since the gradient of a norm must have three outputs.
+    """
+    axes = [axis for axis in range(rank(x)) if axis != 1]
+    total = g.op("ReduceSum", x, constant(g, axes), keepdims_i=0)
+    zeros = g.op("Mul", total, constant(g, 0.0, dtype(x)))
+    return g.op("Add", zeros, constant(g, 1.0, dtype(x))), zeros
+
+
 @rule(
     "group_norm",
-    "'Const_0 is not a valid intermediate output' if its input needs no gradient",
+    "'Const_0 is not a valid intermediate output' if its input needs no gradient; without a "
+    "weight: no gradient",
 )
 def _group_norm(
     g: Graph, x: Value, groups: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
 ) -> Value:
-    x = with_gradient(g, x, weight, bias)
+    if missing(weight) or missing(bias):
+        ones, zeros = _ones_and_zeros(g, x)
+        weight, bias = ones if missing(weight) else weight, zeros if missing(bias) else bias
+    else:
+        x = with_gradient(g, x, weight, bias)
     return stock("group_norm")(g, x, groups, weight, bias, eps, cudnn)
+
+
+@rule("instance_norm", "no gradient for InstanceNormalization")
+def _instance_norm(
+    g: Graph,
+    x: Value,
+    weight: Value,
+    bias: Value,
+    mean: Value,
+    _variance: Value,
+    of_input: Value,
+    _momentum: Value,
+    eps: Value,
+    cudnn: Value,
+) -> Value:
+    """Write it as a group norm of one channel each; running statistics are not supported."""
+    if not (missing(mean) and literal(of_input, "i")):
+        raise RuntimeError("instance_norm with running statistics is not supported")
+    return _group_norm(g, x, constant(g, size(g, 0, 1)), weight, bias, eps, cudnn)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -301,23 +333,33 @@ for _dims in (1, 2, 3):
     _max_pool(f"max_pool{_dims}d_with_indices", _dims)
 
 
-# ---- resizing ------------------------------------------------------------------------------------
+# ---- padding and resizing ----------------------------------------------------------------------
 
 
-def _linear_resize(operator: str, dims: int) -> None:
-    scales = [f"I({3 + i})" for i in range(dims)]
+@rule("pad", "'Pad gradient currently supports constant mode only'")
+def _pad(g: Graph, x: Value, sizes: Value, mode: Value, value: Value) -> Value:
+    kind, edges = literal(mode, "s"), literal(sizes, "is")
+    name = {"reflect": "reflection", "replicate": "replication"}.get(kind)
+    if name is None or not isinstance(edges, list):
+        return stock("pad")(g, x, sizes, mode, value)
+    return EXPORTS[f"{name}_pad{len(edges) // 2}d"](g, x, constant(g, edges))
+
+
+def _resize(operator: str, dims: int, *, corners: bool) -> None:
+    """Declare the rule of a resize, which is told whether to align corners if `corners`."""
+    first = 2 + corners
+    scales = [f"I({first + i})" for i in range(dims)]
 
     def gradient() -> Gradient:
-        inputs = ["GO(0)", "I(1)", "Sizes", "I(2)", *scales]
+        inputs = ["GO(0)", "I(1)", "Sizes", *["I(2)"][:corners], *scales]
         return [
             ("Shape", ["I(0)"], ["Sizes"]),
             aten_node(f"{operator}_backward", inputs, ["GI(0)"]),
         ]
 
-    @rule(operator, "no ResizeGrad on CPU", (operator, "", gradient))
-    def export(
-        g: Graph, x: Value, output_size: Value, align_corners: Value, factors: Value
-    ) -> Value:
+    @rule(operator, "no ResizeGrad on CPU, or a gradient of one size", (operator, "", gradient))
+    def export(g: Graph, x: Value, output_size: Value, *rest: Value) -> Value:
+        factors = rest[-1]
         if missing(factors):
             wanted, given = _as_tensor(g, output_size), [factors] * dims
         else:
@@ -326,7 +368,7 @@ def _linear_resize(operator: str, dims: int) -> None:
             scaled = g.op("Mul", cast(g, shape, torch.float64), constant(g, numbers, torch.float64))
             wanted = cast(g, g.op("Floor", scaled), torch.int64)
             given = [constant(g, number, torch.float32) for number in numbers]
-        return ranked_like_output(g, aten(g, operator, x, wanted, align_corners, *given))
+        return ranked_like_output(g, aten(g, operator, x, wanted, *rest[:-1], *given))
 
 
 def _as_tensor(g: Graph, sizes: Value) -> Value:
@@ -340,6 +382,9 @@ def _as_tensor(g: Graph, sizes: Value) -> Value:
 for _operator, _dims in (
     ("upsample_linear1d", 1),
     ("upsample_bilinear2d", 2),
+    ("upsample_bicubic2d", 2),
     ("upsample_trilinear3d", 3),
 ):
-    _linear_resize(_operator, _dims)
+    _resize(_operator, _dims, corners=True)
+for _dims in (1, 2, 3):
+    _resize(f"upsample_nearest{_dims}d", _dims, corners=False)

@@ -71,6 +71,20 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
     "pixel_shuffle": ("Tensor x, int factor",),
     "pixel_unshuffle": ("Tensor x, int factor",),
     "index_copy": ("Tensor x, int dim, Tensor index, Tensor y",),
+    "logcumsumexp": ("Tensor x, int dim",),
+    "quantile": ("Tensor x, float q, int? dim, bool keepdim, int interpolation",),
+    "rot90": ("Tensor x, int k, int[] dims",),
+    "take_along_dim": ("Tensor x, Tensor index, int dim",),
+    "linalg_solve": ("Tensor x, Tensor y, bool left",),
+    **dict.fromkeys(
+        (f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)),
+        ("Tensor x, int[] padding",),
+    ),
+    "einsum_of": (
+        "Tensor x, int[] equation",
+        "Tensor x, Tensor y, int[] equation",
+        "Tensor x, Tensor y, Tensor z, int[] equation",
+    ),
     **dict.fromkeys(
         ("index_reduce", "scatter_reduce"),
         ("Tensor x, int dim, Tensor index, Tensor y, int reduce, bool include_self",),
@@ -78,8 +92,27 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Functions exported in this way, with torch's arguments: one signature per number of arguments."""
 
-_REDUCTIONS = ("sum", "prod", "mean", "amax", "amin")
-"""Torch's values of ``reduce``; an ORT node holds the index, since it does not support strings."""
+_WORDS = {
+    "reduce": ("sum", "prod", "mean", "amax", "amin"),
+    "interpolation": ("linear", "lower", "higher", "midpoint", "nearest"),
+}
+"""Torch's values of arguments; an ORT node holds the index, since it does not support strings."""
+
+_BY_KEYWORD = frozenset({"dtype", "value", "include_self", "interpolation", "left"})
+"""Last arguments that torch's functions take by keyword alone."""
+
+EXPORTS: dict[str, Callable[..., Value]] = {}
+"""The rules of `_FUNCTIONS` by name, for other rules that need them."""
+
+
+def _einsum_of(*arguments: Any) -> Tensor:
+    *tensors, equation = arguments
+    found: Tensor = torch.einsum("".join(map(chr, equation)), *tensors)
+    return found
+
+
+_OURS = {"einsum_of": _einsum_of}
+"""Functions that torch has under another name, or with arguments that an ORT node cannot hold."""
 
 
 def define() -> None:
@@ -101,7 +134,8 @@ def _library() -> Any:
             ordered = ", ".join(_ordered(schema, schema.split(", ")))
             library.define(f"{name}({ordered}) -> Tensor")
             library.define(f"{name}_backward(Tensor gradient, {ordered}) -> {gradients}")
-            call = functools.partial(_call, getattr(torch.ops.aten, function), schema)
+            called = _OURS.get(function) or getattr(torch.ops.aten, function)
+            call = functools.partial(_call, called, schema)
             library.impl(name, call, "CompositeExplicitAutograd")
             backward = functools.partial(_backward, call, count)
             library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
@@ -132,9 +166,10 @@ def _call(function: Callable[..., Any], schema: str, *arguments: Any) -> Tensor:
     *others, last = schema.split(", ")
     name, order = last.split()[-1], _ordered(schema, range(len(arguments)))
     given = [arguments[order.index(i)] for i in range(len(arguments))]
-    if (at := _at(schema, "reduce")) >= 0:
-        given[at] = _REDUCTIONS[given[at]]
-    if name not in ("dtype", "value", "include_self"):
+    for word, values in _WORDS.items():
+        if (at := _at(schema, word)) >= 0:
+            given[at] = values[given[at]]
+    if name not in _BY_KEYWORD:
         found: Tensor = function(*given)
     else:
         found = function(*given[: len(others)], **{name: given[-1]})
@@ -162,14 +197,19 @@ def _declare(function: str, schemas: tuple[str, ...]) -> None:
         schema = by_count.get(len(arguments))
         if schema is None:
             return stock(function)(g, *arguments)
+        for declared, value in zip(schema.split(", "), arguments, strict=True):
+            kind, name = declared.split()
+            if missing(value) and not kind.endswith("?"):
+                raise RuntimeError(f"{function} without {name} is not supported")
         given = [
             cast(g, value, torch.float32)
             if declared.startswith("float") and not missing(value)
             else value
             for declared, value in zip(schema.split(", "), arguments, strict=True)
         ]
-        if (at := _at(schema, "reduce")) >= 0:
-            given[at] = constant(g, _REDUCTIONS.index(literal(given[at], "s")))
+        for word, values in _WORDS.items():
+            if (at := _at(schema, word)) >= 0:
+                given[at] = constant(g, values.index(literal(given[at], "s")))
         differentiable = [given[place] for place in _differentiable(schema)]
         for place in _differentiable(schema):
             given[place] = with_gradient(g, given[place], *differentiable)
@@ -184,6 +224,7 @@ def _declare(function: str, schemas: tuple[str, ...]) -> None:
             return found
         return g.op("ReduceSum", g.op("Reshape", found, constant(g, [-1])), keepdims_i=0)
 
+    EXPORTS[function] = export
     for schema in schemas:
         name = f"{_LIBRARY}::{_name(function, schema)}"
         rule(function, _SYMPTOM, (name, "", functools.partial(_gradient, name, schema)))(export)
@@ -200,7 +241,10 @@ def _axes_to_drop(schema: str, arguments: Sequence[Value]) -> list[int]:
     if _at(schema, "keepdim") < 0 or literal(arguments[_at(schema, "keepdim")], "i"):
         return []
     dim, every = arguments[_at(schema, "dim")], range(rank(arguments[0]))
-    given = [literal(dim, "i")] if "int dim" in schema else literal(dim, "is") or every
+    if re.search(r"int\?? dim", schema):
+        given = every if missing(dim) else [literal(dim, "i")]
+    else:
+        given = literal(dim, "is") or every
     return [axis % len(every) for axis in given]
 
 

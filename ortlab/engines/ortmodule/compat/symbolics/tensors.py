@@ -54,10 +54,28 @@ def _cumsum(g: Graph, x: Value, dim: Value, as_type: Value) -> Value:
     return g.op("CumSum", cast(g, x, torch.int64), dim)
 
 
+@rule("linspace", "with integers as ends: the process ends while the graph is built")
+def _linspace(g: Graph, start: Value, end: Value, steps: Value, *_like: Value) -> Value:
+    result = dtype(next(iter(g.original_node.outputs())))
+    start, end, steps = cast(g, start, result), cast(g, end, result), cast(g, steps, torch.int64)
+    places = cast(g, g.op("Range", constant(g, 0), steps, constant(g, 1)), result)
+    between = g.op("Max", g.op("Sub", steps, constant(g, 1)), constant(g, 1))
+    step = g.op("Div", g.op("Sub", end, start), cast(g, between, result))
+    return g.op("Add", g.op("Mul", places, step), start)
+
+
+@rule("_is_all_true", "no rule")
+def _is_all_true(g: Graph, x: Value) -> Value:
+    numbers = g.op("Reshape", cast(g, x, torch.int64), constant(g, [-1]))
+    return cast(g, g.op("ReduceMin", numbers, keepdims_i=0), torch.bool)
+
+
 @rule("where", "a broadcast input gets a gradient of the output's shape")
-def _where(g: Graph, condition: Value, x: Value = None, y: Value = None, *rest: Value) -> Value:
+def _where(
+    g: Graph, condition: Value, x: Value = None, y: Value = None, _outputs: int | None = None
+) -> Value:
     if x is None:
-        return stock("where")(g, condition, x, y, *rest)
+        return stock("where")(g, condition, x, y, _outputs=_outputs)
     if dtype(condition) != torch.bool:
         condition = cast(g, condition, torch.bool)
     values, traced = [x, y], list(g.original_node.inputs())[1:]
