@@ -12,8 +12,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +99,13 @@ class EagerOnly(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def keeps_tensors(self) -> bool:
+        """Return True if something still holds a tensor with a gradient that forward computed."""
+        if any(each() is not None for each in self._made):
+            gc.collect()  # it may be a cycle that nothing refers to
+        return any(each() is not None for each in self._made)
 
     def __torch_function__(
         self,
@@ -119,6 +128,7 @@ class EagerOnly(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if undifferentiated.is_data(func) and isinstance(args[0], nn.Parameter):
             self.data.append((args[0], result))
+        self._made += [weakref.ref(each) for each in tensors(result) if each.grad_fn is not None]
         return result
 
 
@@ -282,6 +292,7 @@ class Observed:
         buffers: Buffers after the run, by name.
         drew: True if random numbers were drawn, by another source than dropout if that is off.
         wrote: Names of the attributes that forward set.
+        kept: Names of those of them that hold tensors with a gradient.
         rebound: Names of the buffers that forward replaced by another tensor with other values.
     """
 
@@ -291,6 +302,7 @@ class Observed:
     drew: bool
     wrote: frozenset[str] = frozenset()
     rebound: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     def is_finite(self) -> bool:
         """Return True if no output and no gradient is infinite or NaN."""
@@ -336,8 +348,21 @@ def observe(
         rebound = tuple(n for n in now if not _is_as_before(registered.get(n), now[n]))
         buffers = {name: buffer.detach().clone() for name, buffer in now.items()}
         drew = not before.same_as(RandomStates.now())
+        holding = _holding_gradients(module)
+    kept = tuple(sorted(wrote & holding))
     detached = {name: value.detach() for name, value in outputs.items()}
-    return Observed(detached, found, buffers, drew, frozenset(wrote), rebound)
+    return Observed(detached, found, buffers, drew, frozenset(wrote), rebound, kept)
+
+
+def _holding_gradients(module: nn.Module) -> set[str]:
+    """Return the names, as in `undisturbed`, of attributes that hold tensors with a gradient."""
+    return {
+        f"{name or type(child).__name__}.{key}"
+        for name, child in module.named_modules()
+        for key, held in child.__dict__.items()
+        if key not in ("_parameters", "_buffers", "_modules")
+        if any(each.grad_fn is not None for each in tensors(held))
+    }
 
 
 def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:

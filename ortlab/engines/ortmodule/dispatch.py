@@ -818,6 +818,12 @@ class GraphDispatcher:
                 "not; set it outside of forward before the model is wrapped, or use "
                 "engine='eager'"
             )
+        if reference.kept or seen.keeps_tensors():
+            where = f" in {reference.kept[0]}" if reference.kept else ""
+            raise ExportFailed(
+                f"forward, or a hook of it, keeps a tensor that it computes{where}, which ORT's "
+                "graph would not; return it, or use engine='ort'"
+            )
         if changed:
             shapes = ", ".join(str(list(given[i].shape)) for i in changed)
             self._remark(

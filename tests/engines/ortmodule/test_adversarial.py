@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -596,6 +597,57 @@ def test_what_forward_collects_is_told_and_left(ort: OrtModuleEngine) -> None:
     wrapped(torch.randn(2, 3))
     assert model.losses == []
     assert any("forward sets Collects.losses" in remark for remark in ort.report(wrapped).remarks)
+
+
+class CollectsActivations(Collects):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        self.losses.append(found.square().mean())
+        return found
+
+
+class SetsLoss(Branch):
+    aux: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        self.aux = found.square().mean()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(CollectsActivations, "losses"), (SetsLoss, "aux")], ids=["list", "loss"]
+)
+def test_a_tensor_that_forward_keeps_is_refused_before_a_step(
+    model: type[Branch], name: str, ort: OrtModuleEngine
+) -> None:
+    """It would hold a tensor of the export, or none, and a loss would be left out."""
+    kept = rf"keeps a tensor that it computes in {model.__name__}\.{name}.*use engine='ort'"
+    with pytest.raises(ExportFailed, match=kept):
+        _wrap(ort, model())(torch.randn(2, 3))
+    eager = model()
+    wrapped = ortlab.wrap(copy.deepcopy(eager))
+    for own in (eager, wrapped):
+        for _ in range(2):
+            x = torch.ones(2, 3)
+            loss = own(x).sum() + (own.aux if name == "aux" else own.losses[-1])
+            loss.backward()
+    pairs = zip(eager.parameters(), wrapped.parameters(), strict=True)
+    for theirs, ours in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_what_a_hook_collects_is_real(ort: OrtModuleEngine) -> None:
+    """No tensor of the export, whose gradient would end the process, is among it."""
+    for engine in ("ortmodule", "auto"):
+        model, seen = Branch(), list[torch.Tensor]()
+        model.layer.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output))
+        wrapped = ortlab.wrap(model, engine=engine)
+        refused = pytest.raises(ExportFailed, match="a hook of it, keeps a tensor")
+        with refused if engine == "ortmodule" else contextlib.nullcontext():
+            output = wrapped(torch.randn(2, 3))
+            torch.testing.assert_close(seen[-1], output)
+        assert all(type(each) is torch.Tensor for each in seen)
 
 
 # --- empty batches

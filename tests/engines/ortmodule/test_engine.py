@@ -390,8 +390,8 @@ def test_what_forward_sets_is_put_back_and_told(ort: OrtModuleEngine) -> None:
         last = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last = super().forward(x)
-            return self.last
+            self.last = len(x)
+            return super().forward(x)
 
     model = Remembers(6, 4)
     wrapped = _wrap(ort, model)
