@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 import time
 import weakref
@@ -187,6 +188,7 @@ class OrtModel:
         self._backend = Backend(starting=lambda: (remember() or _nothing)())
         self.configure(settings)
         self._before: _Before | None = None
+        self._variables = dict(_environment())
         self._compiled = self._compile()
         self._limits = _ANY_SIZE if any_size else _LIMITS
         self._options = torch._dynamo.config.patch({**self._limits, **_CAPTURES})
@@ -227,10 +229,33 @@ class OrtModel:
         with self._lock:
             return self._checked_forward(args, kwargs)
 
+    def replace_forward(self, function: Callable[..., Any] | None) -> None:
+        """Give the module another forward, which is captured anew.
+
+        Args:
+            function: The new forward; None for that of the module's class.
+        """
+        with self._lock:
+            attributes = self.module.__dict__
+            if function is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = function
+            self._forward = self.module.forward
+            self._capture_again("forward was replaced")
+
+    def _capture_again(self, why: str) -> None:
+        self._compiled = self._compile()
+        if self._backend.graphs:
+            self._notes.append(f"captured again: {why}")
+
     def _checked_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fallback is not None:
             self._answer(self._fallback, passed=False)
             return self._run(args, kwargs)
+        if self._variables != _environment():  # which torch's guards do not cover
+            self._variables = dict(_environment())
+            self._capture_again("an environment variable has changed")
         if self._asked or (self._checked is None and self.settings.self_check):
             self._check(args, kwargs)  # before the call, which then starts from the same state
         self._before = None
@@ -606,6 +631,12 @@ class OrtModel:
 def _several(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of two samples for one of one sample."""
     return torch.cat([tensor, tensor]) if tensor.shape[:1] == (1,) else tensor
+
+
+def _environment() -> dict[Any, Any]:
+    """Return the environment variables, as the dictionary that `os.environ` encodes them in."""
+    variables: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+    return variables
 
 
 def _nothing() -> None:

@@ -14,12 +14,14 @@ from torch import nn
 
 from ortlab.engines import outer_compile
 from ortlab.engines.ort.model import OrtModel
+from ortlab.engines.replaced_forward import is_around
 from ortlab.settings import EngineSettings
 
 
 class _Forward:
     """Descriptor of forward: the model's in ORT, or what a library has put around it.
 
+    A forward that does not call the one in ORT is another forward of the model, and runs in ORT.
     A data descriptor, so that a forward in the shared ``__dict__`` does not hide it.
     """
 
@@ -33,10 +35,18 @@ class _Forward:
         return function
 
     def __set__(self, wrapper: Any, function: Callable[..., Any]) -> None:
-        object.__setattr__(wrapper, "_ortlab_forward", function)
+        if is_around(function, wrapper._ortlab_own):
+            object.__setattr__(wrapper, "_ortlab_forward", function)
+        else:
+            wrapper._ortlab.replace_forward(function)
+            self._restore(wrapper)
 
     def __delete__(self, wrapper: Any) -> None:
-        self.__set__(wrapper, _forward_of(wrapper._ortlab))
+        wrapper._ortlab.replace_forward(None)
+        self._restore(wrapper)
+
+    def _restore(self, wrapper: Any) -> None:
+        object.__setattr__(wrapper, "_ortlab_forward", wrapper._ortlab_own)
 
 
 class _Original:
@@ -67,8 +77,10 @@ def wrapped(model: nn.Module, settings: EngineSettings) -> nn.Module:
     made: nn.Module = object.__new__(_class_for(kind))
     object.__setattr__(made, "__dict__", model.__dict__)
     record = OrtModel(model, settings)
+    own = _forward_of(record)
     object.__setattr__(made, "_ortlab", record)
-    object.__setattr__(made, "_ortlab_forward", _forward_of(record))
+    for name in ("_ortlab_own", "_ortlab_forward"):
+        object.__setattr__(made, name, own)
     return made
 
 
@@ -78,7 +90,7 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
         return wrapped, (record.module, record.settings)
 
     members: dict[str, Any] = {
-        "__slots__": ("_ortlab", "_ortlab_forward"),
+        "__slots__": ("_ortlab", "_ortlab_own", "_ortlab_forward"),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,

@@ -27,6 +27,7 @@ from ortlab.engines.base import (
 from ortlab.engines.ortmodule import compat, options
 from ortlab.engines.ortmodule.compat import base
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher, TakeOver, is_swapped, swapped
+from ortlab.engines.replaced_forward import is_around
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.stepper import TorchStepper, autocast_for, no_device, training_device
 from ortlab.settings import EngineSettings, FinetuneSettings
@@ -186,7 +187,8 @@ def _wrapper_class() -> type[nn.Module]:
             self._ortlab = GraphDispatcher(model, settings)
             super().__init__(model, ort.DebugOptions(log_level=ort.LogLevel.ERROR))
             self._ortlab.attach(self, ort.FallbackPolicy.FALLBACK_DISABLE)
-            self.__dict__["forward"] = _forward_like(model, self._ortlab)
+            own = _forward_like(model, self._ortlab)
+            self.__dict__["forward"] = self.__dict__["_ortlab_own"] = own
             # ORTModule binds the model's methods to itself, and transformers' generate looks other
             # methods up in the class. It also needs the decoder's cache, which no graph has. So
             # generate runs in eager torch.
@@ -201,8 +203,12 @@ def _wrapper_class() -> type[nn.Module]:
             return execution_of(self).module.__class__
 
         def __setattr__(self, name: str, value: Any) -> None:
+            own = self.__dict__.get("_ortlab_own")
             if name in _OF_ACCELERATE:
                 self.__dict__[name] = value
+            elif name == "forward" and own is not None and not is_around(value, own):
+                execution_of(self).module.forward = value  # which the guard notices
+                self.__dict__["forward"] = own
             elif is_swapped(value) and name in execution_of(self).module._parameters:
                 raise ValueError(swapped(name))
             else:

@@ -2,10 +2,10 @@
 
 `Guard.key` identifies the state of the module. It covers attributes, submodules, parameters and
 buffers (identity, type, device, size, requires_grad), hooks, training or evaluation mode, the
-classes and their members, and the lists, dictionaries, partials and configuration objects in
-attributes, two levels deep. It also covers what the user's code reads elsewhere, found by the names
-in forward and the code that it uses: globals, closures, defaults, and members of other Python
-modules, classes and objects.
+classes and their members, and the lists, dictionaries, deques, partials and configuration objects
+in attributes, two levels deep. It also covers what the user's code reads elsewhere, found by the
+names in forward and the code that it uses: globals, closures, defaults, environment variables, and
+members of other Python modules, classes and objects; and the functions of torch.nn.functional.
 
 It does not cover deeper levels, the contents of numpy arrays and of objects with slots, the
 contents of lists and dictionaries with more than a thousand entries (only their number), the change
@@ -14,10 +14,12 @@ from 1 to 1.0 or True, what an installed package reads elsewhere, and files.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
 import operator
+import os
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +43,7 @@ _OF_TORCH = frozenset(
 """Attributes of every module that do not affect forward, or only duplicate its hooks."""
 _APART = _OF_TORCH.union(_HOOKS, _MEMBERS)
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list, set, collections.deque)
 _DEPTH = 2
 _REMEMBERED = 8
 _LONG = 1000
@@ -83,7 +86,7 @@ class _Place:
             held: Copy of its contents.
         """
         items = () if isinstance(values, set) else _items(values).items()
-        inside = [(key, one) for key, one in items if isinstance(one, dict | list | set)]
+        inside = [(key, one) for key, one in items if isinstance(one, _CONTAINERS)]
         return cls(path, values, held, tuple(inside))
 
 
@@ -286,7 +289,7 @@ class Guard:
             _record(path, own, facts, constants, atom)
             compared = places.by_identity if any(map(_is_array, own.values())) else places.plain
             held = list(module.__dict__.values())
-            inside = tuple((k, v) for k, v in own.items() if isinstance(v, dict | list | set))
+            inside = tuple((k, v) for k, v in own.items() if isinstance(v, _CONTAINERS))
             compared.append(_Place(path, module.__dict__, held, inside))
             look_inside(path, own)
         for cls in classes:
@@ -296,11 +299,19 @@ class Guard:
                 arrays = any(map(_is_array, entries.values()))
                 compared = places.by_identity if arrays else places.plain
                 compared.append(_Place(cls.__qualname__, entries, list(entries.values())))
-        reads = _Elsewhere(modules, classes, hooks).reads
+        functions = vars(nn.functional)  # which torch's own modules look up at each call
+        facts["torch.nn.functional"] = tuple(map(atom, functions.values()))
+        place = _Place("torch.nn.functional", functions, list(functions.values()))
+        places.by_identity.append(place)
+        elsewhere = _Elsewhere(modules, classes, hooks)
+        if elsewhere.reads_environment:
+            facts |= {f"os.environ[{key!r}]": value for key, value in os.environ.items()}
+            places.inner.append(_Place("os.environ", os.environ, dict(os.environ)))
+        reads = elsewhere.reads
         read = [get() for get in reads.values()]
         for where, value in zip(reads, read, strict=True):
             facts[where] = _fact(where, value, constants, atom)
-            if isinstance(value, dict | list | set):
+            if isinstance(value, _CONTAINERS):
                 look_inside("", {where: value})
         watched = tuple(tensors.values())
         return _Photo(
@@ -354,6 +365,11 @@ class _Elsewhere:
                 self._meet("", hook)
         while self._named():
             pass
+
+    @property
+    def reads_environment(self) -> bool:
+        """True if the code may read environment variables."""
+        return not self._names.isdisjoint({"environ", "getenv"})
 
     def _named(self) -> bool:
         """Visit members of the owners whose names the code contains; False if none is new."""
@@ -495,7 +511,7 @@ def _containers(
 
 def _inside(value: Any) -> Iterator[Any]:
     """Iterate over the parts of `value` that can be edited in place."""
-    if isinstance(value, dict | list | set):
+    if isinstance(value, _CONTAINERS):
         yield value
     elif isinstance(value, functools.partial):
         yield value.keywords

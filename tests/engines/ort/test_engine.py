@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 import pickle
 import re
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from ortlab.engines.ort.model import CaptureFailed
 from ortlab.engines.registry import engine
 from ortlab.engines.self_check import SelfCheckFailed
 from ortlab.settings import EngineSettings
+from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S, until
 from tests.support.worker_runs import losses as losses_of
 
@@ -141,6 +144,40 @@ def test_a_library_may_replace_forward_and_put_it_back() -> None:
     assert wrapped(torch.randn(2, 6)).abs().sum() > 0
     del wrapped.forward
     assert wrapped(torch.randn(2, 6)).abs().sum() > 0
+
+
+@pytest.mark.parametrize("engine", ["ort", "ortmodule"])
+def test_another_forward_runs_in_ort_and_stays_with_the_model(engine: str) -> None:
+    needs(engine)
+    model = Net().eval()
+    wrapped = ortlab.wrap(model, engine=engine, cache=False)
+    inputs = torch.randn(4, 6)
+    before = wrapped(inputs)
+
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        made: Tensor = 2 * type(model).forward(self, x)
+        return made
+
+    wrapped.forward = types.MethodType(doubled, model)
+    torch.testing.assert_close(wrapped(inputs), 2 * before)
+    assert report(wrapped).engine_used == engine
+    original = ortlab.unwrap(wrapped)
+    assert original is model
+    torch.testing.assert_close(original(inputs), 2 * before)
+
+
+def test_an_environment_variable_that_forward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = super().forward(x) * float(os.environ.get("ORTLAB_SCALE", "1"))
+            return found
+
+    wrapped, _ = pair(Scaled().eval())
+    inputs = torch.randn(4, 6)
+    before = wrapped(inputs)
+    monkeypatch.setenv("ORTLAB_SCALE", "3")
+    torch.testing.assert_close(wrapped(inputs), 3 * before)
+    assert "captured again: an environment variable has changed" in report(wrapped).notes
 
 
 def test_models_of_one_class_do_not_share_a_limit_of_graphs(

@@ -135,7 +135,7 @@ class InBfloat16(Partly):
 
 def test_an_autocast_of_forwards_own_alone_is_refused(ort: OrtModuleEngine) -> None:
     x = torch.randn(4, 6)
-    with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first; use engine='ort'"):
+    with pytest.raises(ExportFailed, match=r"no kernel for \w+ in first \(.*use engine='ort'"):
         ort.wrap(InBfloat16(), EngineSettings())(x)
     model = InBfloat16()
     falls_back = ort.wrap(model, EngineSettings.of(fallback=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +49,7 @@ class Net(nn.Module):
         self.mask = torch.ones(4)
         self.sizes = (1, 2)
         self.widths = [1, 2]
+        self.recent = collections.deque([1.0])
         self.names = {"a"}
         self.part = functools.partial(torch.clamp, min=0.0)
         self.scale = Scale()
@@ -97,6 +100,10 @@ def _list(net: Net) -> None:
     net.widths[0] = 3
 
 
+def _deque(net: Net) -> None:
+    net.recent[0] = 2.0
+
+
 def _set_of_names(net: Net) -> None:
     net.names.add("b")
 
@@ -123,6 +130,7 @@ def _shorter(net: Net) -> None:
 
 EDITS = [
     _list,
+    _deque,
     _set_of_names,
     _partial,
     _plain_tensor,
@@ -317,6 +325,32 @@ def test_a_function_of_torchs_that_is_replaced_is_noticed(monkeypatch: pytest.Mo
     before = guard.key()
     monkeypatch.setattr(nn.functional, "relu", torch.tanh)
     assert guard.key() != before
+
+
+def test_a_function_that_a_module_of_torchs_calls_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = Guard(nn.ReLU())
+    before = guard.key()
+    assert guard.key() is before
+    monkeypatch.setattr(nn.functional, "relu", torch.tanh)
+    assert guard.key() != before
+    assert guard.change.startswith("torch.nn.functional")
+
+
+def test_an_environment_variable_is_watched_where_forward_reads_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float(os.environ.get("ORTLAB_SCALE", "1"))
+
+    reading, other = Guard(Reading()), Guard(nn.ReLU())
+    before = reading.key(), other.key()
+    monkeypatch.setenv("ORTLAB_SCALE", "3")
+    assert reading.key() != before[0]
+    assert reading.change == "os.environ['ORTLAB_SCALE']: absent -> changed"
+    assert other.key() is before[1]
 
 
 @pytest.mark.parametrize("edit", ["STEP = 1", "ARGS.seen = 1", "FACTOR, OTHER = FACTOR, 2.0"])

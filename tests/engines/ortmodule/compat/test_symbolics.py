@@ -446,20 +446,20 @@ def test_an_index_below_zero(ort: TrainingRuntime, name: str) -> None:
     compare(ort, Calling(PAIRS[name]), *((torch.randn(4, 6), each) for each in (up, up - 3)))
 
 
-WEIGHT = torch.randn(5, 6)
+MATRIX = torch.randn(5, 6)
 IMAGE = (3, 4, 6, 8)
 SIZED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "linspace of a size": (lambda x: x[:, 0] * torch.linspace(0, 1, x.shape[0]), (4, 6)),
     "linspace of one": (lambda x: x[:1, 0] * torch.linspace(2, 3, x[:1].shape[0]), (4, 6)),
     "linspace of floats": (lambda x: x[:, 0] * torch.linspace(-0.5, 2.0, x.shape[0]), (4, 6)),
-    "einsum with ...": (lambda x: torch.einsum("...i,oi->...o", x, WEIGHT), (4, 3, 6)),
+    "einsum with ...": (lambda x: torch.einsum("...i,oi->...o", x, MATRIX), (4, 3, 6)),
     "einsum with ... of two": (lambda x: torch.einsum("...i,...i", x, x[:1].sin()), (4, 3, 6)),
-    "einsum of three": (lambda x: torch.einsum("bi,oi,bi->bo", x, WEIGHT, x), (4, 6)),
+    "einsum of three": (lambda x: torch.einsum("bi,oi,bi->bo", x, MATRIX, x), (4, 6)),
     "einsum of one": (lambda x: torch.einsum("bii->bi", x), (4, 3, 3)),
-    "einsum to a number": (lambda x: torch.einsum("bi,oi->", x, WEIGHT), (4, 6)),
-    "einsum without an arrow": (lambda x: torch.einsum("ba,ca", x, WEIGHT), (4, 6)),
-    "tensordot": (lambda x: torch.tensordot(x, WEIGHT, dims=([2], [1])), (4, 3, 6)),
-    "tensordot of a number of dims": (lambda x: torch.tensordot(x, WEIGHT.t(), dims=1), (4, 6)),
+    "einsum to a number": (lambda x: torch.einsum("bi,oi->", x, MATRIX), (4, 6)),
+    "einsum without an arrow": (lambda x: torch.einsum("ba,ca", x, MATRIX), (4, 6)),
+    "tensordot": (lambda x: torch.tensordot(x, MATRIX, dims=([2], [1])), (4, 3, 6)),
+    "tensordot of a number of dims": (lambda x: torch.tensordot(x, MATRIX.t(), dims=1), (4, 6)),
     "quantile of rows": (lambda x: x.quantile(0.3, dim=1), (4, 6)),
     "quantile, the lower": (lambda x: x.quantile(0.7, 0, True, interpolation="lower"), (4, 6)),
     "logcumsumexp": (lambda x: x.logcumsumexp(1), (4, 6)),
@@ -476,7 +476,7 @@ SIZED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     },
     "group norm without a weight": (lambda x: F.group_norm(x, 2), IMAGE),
     "instance norm": (F.instance_norm, IMAGE),
-    "instance norm of sequences": (lambda x: F.instance_norm(x, weight=WEIGHT[:4, 0]), (3, 4, 8)),
+    "instance norm of sequences": (lambda x: F.instance_norm(x, weight=MATRIX[:4, 0]), (3, 4, 8)),
     **{
         f"{mode} to a size": (
             lambda x, mode=mode: F.interpolate(F.avg_pool2d(x, 2), x.shape[-2:], mode=mode),
