@@ -355,7 +355,7 @@ def test_an_error_is_rounding_where_eager_torch_has_one_like_it(
         bias = exact.gradients["bias"] * (1 + off)
         seen[name] = _observed(gradients={**exact.gradients, "bias": bias})
     doubled = self_check._in_double(exact)
-    assert is_rounding(seen["eager"], seen["ortmodule"], doubled) is rounding
+    assert is_rounding([seen["eager"]], seen["ortmodule"], doubled) is rounding
 
 
 def _wide(activation: nn.Module, hidden: int = 2048) -> tuple[nn.Sequential, torch.Tensor]:
@@ -398,7 +398,7 @@ def test_either_side_of_a_relu_near_zero_is_right(side: float) -> None:
     other = _seen(_shift(copy.deepcopy(model), 1e-6 * side), x)
     with pytest.raises(SelfCheckFailed):
         compare(eager, other, low_precision=False)
-    assert not is_rounding(eager, other, _exact(model, x))
+    assert not is_rounding([eager], other, _exact(model, x))
     assert _at_a_kink(model, x, other)
 
 
@@ -437,7 +437,7 @@ def test_parameters_are_nudged_by_the_opposite_in_turn() -> None:
 
 def test_another_number_of_outputs_is_no_rounding() -> None:
     exact = self_check._in_double(_observed())
-    assert not is_rounding(_observed(), _observed(outputs={}), exact)
+    assert not is_rounding([_observed()], _observed(outputs={}), exact)
     assert not is_at_a_kink(exact, _observed(outputs={}), [_observed()])
 
 

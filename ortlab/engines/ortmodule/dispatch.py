@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -50,6 +51,7 @@ from ortlab.engines.self_check import (
     differences,
     exact_results,
     is_rounding,
+    nudged,
     observe,
     parts_of,
     rounding,
@@ -69,6 +71,7 @@ _MOST_CHECKS = 16
 _MOST_SHAPES = 4096
 _MOST_NOTES = 1000
 _MOST_FALLBACKS = 3
+_BFLOAT16 = 2.0**-9  # of an element, by which rounding to bfloat16 changes it at most
 _WITHOUT_WORKERS = "ORT could not start its thread pool: its own kernels run on one thread"
 
 
@@ -876,10 +879,9 @@ class GraphDispatcher:
             verdict: object = held_against(reference)
         except SelfCheckFailed as error:
             found = self._with_plain_attention(reference, args, kwargs, held_against)
-            told = not low_precision or self.settings.precision != "fp32"
             if found is not None:
                 verdict = found
-            elif told and (why := self._rounding(reference, observed, args, kwargs)):
+            elif why := self._rounding(reference, observed, args, kwargs):
                 verdict = f"{why}; {error}"
             else:
                 raise SelfCheckFailed(
@@ -929,13 +931,20 @@ class GraphDispatcher:
         """Return why rounding explains the difference from eager torch; "" if it does not.
 
         In single precision, both ORT and torch are compared with double precision, also with
-        parameters perturbed by a few rounding errors. With bfloat16 products, both ORT and torch
-        under autocast are compared with single precision.
+        parameters perturbed by a few rounding errors. In 16 bits, both ORT and torch under autocast
+        are compared with single precision, torch also with perturbed parameters.
         """
+        call = (self.module, args, kwargs)
         if self.settings.precision != "fp32":
-            lowered = attempted(self._in_eager, self.module, args, kwargs)
-            return AS_CLOSE if lowered and is_rounding(lowered, observed, reference) else ""
-        return rounding(self.module, (args, kwargs), reference, observed, self._in_eager)
+            exact: Observed | None = reference
+        elif autocast_now() is not None:
+            with torch.autocast("cpu", enabled=False):
+                exact = attempted(self._in_eager, *call)
+        else:
+            return rounding(self.module, (args, kwargs), reference, observed, self._in_eager)
+        calls = itertools.chain([call], nudged(*call, by=_BFLOAT16))
+        lowered = [found for each in calls if (found := attempted(self._in_eager, *each))]
+        return AS_CLOSE if exact and lowered and is_rounding(lowered, observed, exact) else ""
 
     def _in_eager(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
