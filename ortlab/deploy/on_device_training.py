@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ortlab.engines.ortmodule import dropout
 from ortlab.engines.ortmodule.compat import artifacts
 from ortlab.engines.ortmodule.compat.artifacts import Device, NotDifferentiable
 from ortlab.engines.torchscript import decisions
+from ortlab.engines.torchscript.failures import Node
 from ortlab.engines.torchscript.isolation import NoDropout, NotInGraph, undisturbed
 from ortlab.settings import unknown_name
 from ortlab.utils.tables import Column, Table
@@ -186,9 +188,11 @@ def export(
         model = artifacts.with_shapes(traced.model)
         weights.put_in(model.graph, traced.weights)
         notes = [*found.notes, *fixed]
-        off_by = _check(module, call, model, names, frozen, notes)
+        off_by = _check(module, call, model, names, frozen, notes, traced.nodes)
         tell("writing the training graphs")
-        _generate(model, made, names, frozen, optimizer=optimizer, weight_decay=weight_decay)
+        _generate(
+            model, made, names, frozen, traced.nodes, optimizer=optimizer, weight_decay=weight_decay
+        )
         inputs = Device(made).names()
         notes.append(f"optimizer {optimizer}; set_learning_rate sets its learning rate")
         if weight_decay:
@@ -245,6 +249,7 @@ def _generate(
     made: Path,
     trained: Sequence[str],
     frozen: Sequence[str],
+    nodes: Sequence[Node],
     *,
     optimizer: str,
     weight_decay: float,
@@ -256,7 +261,7 @@ def _generate(
         raise ValueError(
             f"the loss does not depend on {', '.join(missing[:3])}; leave it out of trainable"
         )
-    try:
+    with _in_words():
         artifacts.generate(
             copied,
             made,
@@ -264,7 +269,14 @@ def _generate(
             frozen=[name for name in frozen if name in known],
             optimizer=optimizer,
             weight_decay=weight_decay,
+            nodes=nodes,
         )
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    try:
+        yield
     except NotDifferentiable as error:
         raise NotInGraph(
             f"ORT cannot build a training graph: {error}; train with ortlab.finetune instead"
@@ -278,6 +290,7 @@ def _check(
     trained: Sequence[str],
     frozen: Sequence[str],
     notes: list[str],
+    nodes: Sequence[Node],
 ) -> float:
     """Compare loss and gradients, without dropout, with torch; return the largest difference."""
     tell("comparing loss and gradients with eager torch")
@@ -286,8 +299,10 @@ def _check(
     dropout.switch_off(without.graph)
     batch = {name: tensor.numpy() for name, tensor in call.tensors.items()}
     with tempfile.TemporaryDirectory() as scratch:
-        _generate(without, Path(scratch), trained, frozen, optimizer="sgd", weight_decay=0.0)
-        device = Device(Path(scratch))
+        update: dict[str, Any] = {"optimizer": "sgd", "weight_decay": 0.0}
+        _generate(without, Path(scratch), trained, frozen, nodes, **update)
+        with _in_words():
+            device = Device(Path(scratch), nodes)
         inputs = {name: batch[name] for name in device.names()}
         loss = device.loss(inputs)
         found = device.gradients(trained)
@@ -301,8 +316,8 @@ def _check(
     for name, wanted in gradients.items():
         ours = torch.from_numpy(found[name].reshape(wanted.shape)).clone()
         padding = _padding(module, name)
-        if padding is not None and ours[padding].any():
-            ours[padding] = 0
+        if padding is not None and not torch.allclose(ours[padding], wanted[padding]):
+            ours[padding] = wanted[padding]
             notes.append(f"{name}: on-device training also updates the padding row; torch does not")
         off = float((ours - wanted).norm()) / max(float(wanted.norm()), _SCALE * largest, 1e-12)
         if not off <= _TOLERANCE:
@@ -334,9 +349,13 @@ def _eager(
 
 
 def _padding(module: nn.Module, name: str) -> int | None:
-    """Return the row of an embedding's weight that torch does not train; None if there is none."""
-    owner = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
-    return owner.padding_idx if isinstance(owner, nn.Embedding) else None
+    """Return the row of a weight that torch does not train as an embedding; None if there is none.
+
+    The weight may be another layer's, too, whose gradient has that row.
+    """
+    weight = module.get_parameter(name)
+    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding))
+    return next((part.padding_idx for part in embeddings if part.weight is weight), None)
 
 
 def _readme(made: TrainingArtifacts, model: str, call: ModelCall) -> str:

@@ -383,3 +383,57 @@ def test_typed(ip: Typist, tmp_path: Path) -> None:
     made = ip.shell.user_ns["made"]
     assert made.trained == ("weight", "bias")
     assert "--fp16 is for inference" in ip.refused(f"{line} --loss cross_entropy --fp16 on")
+
+
+class Up(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Conv2d(1, 4, 3), kind
+        self.up = nn.ConvTranspose2d(4, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.kind == "Resize":
+            hidden = nn.functional.interpolate(hidden, scale_factor=2, mode="bilinear")
+        else:
+            hidden = self.up(hidden)
+        return hidden.mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [("Resize", "hidden = nn.functional.interpolate"), ("ConvTranspose", "hidden = self.up(")],
+)
+def test_what_ort_has_no_gradient_for_is_named_with_its_line(
+    kind: str, line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotInGraph) as refused:
+        ortlab.export(
+            Up(kind), tmp_path / "out", images(), trainable="first.*", loss="cross_entropy"
+        )
+    said = str(refused.value)
+    assert f"ORT has no kernel for {kind}Grad" in said
+    assert line in said
+    assert "onnxruntime_src" not in said
+
+
+@pytest.mark.parametrize("embedding_first", [True, False])
+def test_tied_embeddings_with_padding(embedding_first: bool, tmp_path: Path) -> None:
+    """The padding row has the gradient of the scores, but not that of the embedding."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            scores, embedding = nn.Linear(8, 20, bias=False), nn.Embedding(20, 8, padding_idx=0)
+            embedding.weight = scores.weight
+            parts = {"embedding": embedding, "scores": scores}
+            for name in sorted(parts, reverse=not embedding_first):
+                self.add_module(name, parts[name])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.scores(self.embedding(ids).mean(1))
+            return found
+
+    batch = torch.tensor([[0, 3, 4], [0, 5, 6]]), torch.tensor([1, 0])
+    found = ortlab.export(Tied(), tmp_path / "out", batch, trainable="*", loss="cross_entropy")
+    assert any("also updates the padding row" in note for note in found.notes)

@@ -63,10 +63,11 @@ class Lines:
 
 _ATTRIBUTE = "_ortlab_failure"
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_OWN = Path(__file__).resolve().parents[1]
-"""Folder of the engines; their frames lie between the exporter and the model."""
-_PROBES = _OWN / "ortmodule" / "compat" / "probes.py"
-"""File below it whose models stand for the user's code when patches are tested."""
+_PACKAGE = Path(__file__).resolve().parents[2]
+_OWN = frozenset({_PACKAGE / "engines", _PACKAGE / "deploy"})
+"""Folders whose frames lie between the exporter and the model."""
+_PROBES = _PACKAGE / "engines" / "ortmodule" / "compat" / "probes.py"
+"""File below them whose models stand for the user's code when patches are tested."""
 _LIBRARIES = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")
 )
@@ -194,7 +195,10 @@ def _from_text(error: BaseException, nodes: Sequence[Node]) -> Failure:
             operator = found.groupdict().get("operator")
             reason = meaning.format(**found.groupdict())
     name = _NODE_NAME.search(text)
-    at = next((node for node in nodes if name and node.name == name.group(1)), None)
+    at = None
+    if name is not None:  # a gradient's nodes are below "<name>_Grad/"
+        of = name.group(1).partition("_Grad/")[0]
+        at = next((node for node in nodes if node.name == of), None)
     if at is None and operator is not None:
         at = next((node for node in nodes if node.operator == operator), None)
     if at is not None:
@@ -268,7 +272,7 @@ def _has_text(file: str, line: int) -> bool:
 @functools.cache
 def _belongs_to(file: str, *packages: str) -> bool:
     path = Path(file)
-    is_own = _OWN in path.parents and path != _PROBES
+    is_own = not _OWN.isdisjoint(path.parents) and path != _PROBES
     return is_own or any(
         root / package in path.parents for root in _LIBRARIES for package in packages
     )

@@ -33,11 +33,13 @@ class Traced:
         model: Graph whose weights are inputs.
         weights: Tensors of those inputs, keyed by their names in the module.
         frozen: Places where the trace froze a value.
+        nodes: Nodes of the graph with the user's lines, which the graph does not contain.
     """
 
     model: onnx.ModelProto
     weights: Mapping[str, torch.Tensor]
     frozen: decisions.Frozen
+    nodes: Sequence[failures.Node] = ()
 
 
 class NotExportable(RuntimeError):
@@ -122,6 +124,7 @@ def export(
                     export_params=False,  # all of them would have to fit into one protobuf message
                     do_constant_folding=False,
                     training=torch.onnx.TrainingMode.PRESERVE,
+                    verbose=True,  # stores each node's stack in the graph
                 )
         # Any exception is reported with the operator and the user's line, and kept as the cause.
         except Exception as error:
@@ -129,7 +132,13 @@ def export(
             raise NotExportable(failures.explain(error)) from error
     model = onnx.load_model_from_string(file.getvalue())
     model.graph.doc_string = ""
-    return Traced(model, _name_weights(model.graph, module, set(tensors)), forward.frozen)
+    lines = [failures.lines_of_stack(node.doc_string).users for node in model.graph.node]
+    weights = _name_weights(model.graph, module, set(tensors))
+    nodes = [
+        failures.Node(node.name, node.op_type, line)
+        for node, line in zip(model.graph.node, lines, strict=True)
+    ]
+    return Traced(model, weights, forward.frozen, nodes)
 
 
 def _name_weights(

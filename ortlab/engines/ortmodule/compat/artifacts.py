@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from ortlab.engines.ortmodule.compat import exporting, ortmodule
-from ortlab.engines.torchscript import streams
+from ortlab.engines.torchscript import failures, streams
 from ortlab.utils.plain_onnxruntime import let_threads_sleep, plain_onnxruntime
 
 TRAINING, EVAL, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
@@ -33,6 +33,7 @@ def generate(
     frozen: Sequence[str],
     optimizer: str,
     weight_decay: float,
+    nodes: Sequence[failures.Node],
 ) -> None:
     """Write the four files of a model to a folder.
 
@@ -44,6 +45,7 @@ def generate(
         optimizer: "adamw", with torch's epsilon and order of decay and update, or "sgd", without
             momentum.
         weight_decay: Weight decay of "adamw".
+        nodes: Nodes of the graph with the user's lines, for errors.
 
     Raises:
         NotDifferentiable: If ORT cannot create the files from this graph.
@@ -70,8 +72,8 @@ def generate(
             )
         # ORT raises many types of exceptions; only the message tells the cause.
         except Exception as error:
-            said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise NotDifferentiable(said[0]) from error
+            failures.attach_nodes(error, nodes)
+            raise NotDifferentiable(str(failures.explain(error))) from error
     _draw_masks(folder / TRAINING)
     _drop_unread(folder / EVAL)
     if optimizer == "adamw":
@@ -214,9 +216,12 @@ def _quiet() -> Iterator[None]:
 
 
 class Device:
-    """Files of `folder`, loaded in ORT's training API as on a device."""
+    """Files of `folder`, loaded in ORT's training API as on a device.
 
-    def __init__(self, folder: Path) -> None:
+    Raises NotDifferentiable if ORT lacks a kernel, and names the one of `nodes` that needs it.
+    """
+
+    def __init__(self, folder: Path, nodes: Sequence[failures.Node] = ()) -> None:
         import onnxruntime  # optional: onnxruntime-training
         from onnxruntime.training import api  # optional: onnxruntime-training
 
@@ -224,13 +229,17 @@ class Device:
         let_threads_sleep(options)
         options.log_severity_level = 3
         self._state = api.CheckpointState.load_checkpoint(str(folder / CHECKPOINT))
-        self._module = api.Module(
-            str(folder / TRAINING),
-            self._state,
-            str(folder / EVAL),
-            device="cpu",
-            session_options=options,
-        )
+        try:
+            self._module = api.Module(
+                str(folder / TRAINING),
+                self._state,
+                str(folder / EVAL),
+                device="cpu",
+                session_options=options,
+            )
+        except Exception as error:
+            failures.attach_nodes(error, nodes)
+            raise NotDifferentiable(str(failures.explain(error))) from error
         api.Optimizer(str(folder / OPTIMIZER), self._module)  # checks that the file can be loaded
 
     def names(self) -> list[str]:
