@@ -28,6 +28,7 @@ SLOW = (
     "engines/distributed/",
     "engines/ort/",
     "engines/ortmodule/",
+    "engines/test_fuzz.py",
     "engines/test_keras.py",
     "graph/test_capture.py",
     "graph/test_captured.py",
@@ -65,6 +66,7 @@ PLAIN = (
     "engines/ort/",
     "engines/test_auto_engine.py",
     "engines/test_contract.py",
+    "engines/test_fuzz.py",
     "engines/test_keras.py",
     "engines/test_outer_compile.py",
     "graph/test_captured.py",
@@ -131,6 +133,7 @@ FROZEN = (
 LENGTHY = (
     "bench/test_bench.py::test_all_engines_by_the_command",
     "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
+    "engines/test_fuzz.py::test_random_graphs_are_right_or_refused",
     "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[seq",
     "training/test_resume.py::test_the_place_in_the_data_is_found_again[workers that stay, a gen",
 )

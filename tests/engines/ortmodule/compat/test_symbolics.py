@@ -476,6 +476,8 @@ SIZED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     },
     "group norm without a weight": (lambda x: F.group_norm(x, 2), IMAGE),
     "instance norm": (F.instance_norm, IMAGE),
+    "layer norm of a size": (lambda x: F.layer_norm(x, x.shape[-1:]), (4, 6)),
+    "layer norm of two sizes": (lambda x: F.layer_norm(x, x.shape[1:], x[0]), (4, 3, 6)),
     "instance norm of sequences": (lambda x: F.instance_norm(x, weight=MATRIX[:4, 0]), (3, 4, 8)),
     **{
         f"{mode} to a size": (

@@ -140,10 +140,19 @@ def _layer_norm(
     g: Graph, x: Value, shape: Value, weight: Value, bias: Value, eps: Value, cudnn: Value
 ) -> Value:
     sizes = literal(shape, "is")
+
+    def filled(number: float, kind: torch.dtype) -> Value:
+        if isinstance(sizes, list):
+            return g.op("Constant", value_t=torch.full(sizes, number, dtype=kind))
+        given = _as_tensor(g, shape)  # such as x.shape[-1:]
+        return g.op("ConstantOfShape", given, value_t=torch.tensor([number], dtype=kind))
+
     if missing(weight):
-        weight = g.op("Constant", value_t=torch.ones(*sizes, dtype=dtype(x)))
+        weight = filled(1.0, dtype(x))
     if missing(bias):
-        bias = g.op("Constant", value_t=torch.zeros(*sizes, dtype=dtype(weight)))
+        bias = filled(0.0, dtype(weight))
+    if not isinstance(sizes, list):  # only their number counts from here on
+        shape = constant(g, [1] * len(symbolic_helper._unpack_list(shape)))
     kind, precise = dtype(x), dtype(weight)
     if kind == precise:
         return stock("layer_norm")(g, x, shape, weight, bias, eps, cudnn)
