@@ -237,10 +237,10 @@ class OrtModel:
         """
         with self._lock:
             attributes = self.module.__dict__
-            if function is None:
-                attributes.pop("forward", None)
-            else:
+            if function is not None:
                 attributes["forward"] = function
+            elif attributes.pop("forward", None) is None:
+                return
             self._forward = self.module.forward
             self._capture_again("forward was replaced")
 
