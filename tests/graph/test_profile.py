@@ -503,7 +503,8 @@ def test_a_model_that_fell_back_has_eager_torch_alone() -> None:
     assert found.ort is None
     assert found.eager.us["", "forward"] > 0
     assert any(
-        note.startswith("the model runs on engine 'eager': ORT cannot run") for note in found.notes
+        note.startswith("the model runs on engine 'eager': ORTModule cannot run")
+        for note in found.notes
     )
     for table in (found.by_op(), found.by_node()):
         assert "no ORT graph: torch runs the model" in repr(table)
