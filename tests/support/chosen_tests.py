@@ -85,6 +85,8 @@ PLAIN = (
     "test_notebooks.py::test_runs_whole[02_",
     "test_notebooks.py::test_runs_whole[03_",
     "test_notebooks.py::test_runs_whole[04_",
+    "test_notebooks.py::test_runs_whole[05_",
+    "test_notebooks.py::test_runs_whole[10_",
     "test_notebooks.py::test_turn_the_knobs_changes_a_run_and_settles_on_settings",
     "test_torch_ort.py",
     "zoo/test_sweep.py",
