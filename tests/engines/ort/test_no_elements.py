@@ -31,6 +31,7 @@ def _classes(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Function] = {
     "mean": lambda x: x.mean(),
     "mean of columns": lambda x: x.mean(0).sum() + x.mean((0, 1), keepdim=True).sum(),
+    "mean of each column": lambda x: x.mean(0).sum(),
     "mean of rows": lambda x: x.mean(1).sum(),
     "variance": lambda x: x.var(0).sum() + x.var(),
     "population": lambda x: x.std(0, unbiased=False).sum(),
