@@ -392,7 +392,17 @@ def _shapes_if_found(_addresses: Addresses) -> None:
 
         return infer_shapes
 
+    def make_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+        def infer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.passes = getattr(self, "passes", 0) + 1
+            if self.passes > _MOST_PASSES:  # it can merge the same sizes again and again
+                raise RuntimeError("the shapes of this graph are not inferred")
+            return original(self, *args, **kwargs)
+
+        return infer
+
     _replace_static(symbolic_shape_infer.SymbolicShapeInference, "infer_shapes", make)
+    _replace(symbolic_shape_infer.SymbolicShapeInference, "_infer_impl", make_pass)
 
 
 # ---- the export ----------------------------------------------------------------------------------
@@ -525,6 +535,9 @@ def _no_label_hooks(_addresses: Addresses) -> None:
 
     _replace_static(GraphTransitionManager, "_add_check_label_sparsity_hook", make)
 
+
+_MOST_PASSES = 100
+"""Passes of shape inference over a graph; BERT takes 2."""
 
 _SHAPE_INFERENCE = (
     "https://github.com/microsoft/onnxruntime/blob/v1.19.2/onnxruntime/python/tools/"
@@ -769,7 +782,7 @@ ROWS = (
     ),
     Patch(
         target="onnxruntime.tools.symbolic_shape_infer.SymbolicShapeInference.infer_shapes",
-        symptom="an export fails because shapes, which are optional, are not inferred",
+        symptom="an export fails, or never ends, because optional shapes are not inferred",
         link=_SHAPE_INFERENCE,
         apply=_shapes_if_found,
         probe=probes.shapes_are_optional,
