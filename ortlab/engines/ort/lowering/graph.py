@@ -592,6 +592,11 @@ class OnnxGraph:
         if value.rank == 0:
             return value
         axes = sorted(i % value.rank for i in dims or range(value.rank))
+        if operator == "ReduceMean" and not is_positive(
+            count := product(value.shape[i] for i in axes)
+        ):  # ORT's mean of no elements is 0, torch's is 0 / 0
+            total = self.reduce("ReduceSum", value, axes, keep=keep)
+            return self.binary("Div", total, self.scalar(count, value.dtype))
         shape = [1 if i in axes else n for i, n in enumerate(value.shape) if keep or i not in axes]
         first, rest = value.shape[: len(axes)], value.shape[len(axes) :]
         if (

@@ -12,7 +12,6 @@ from ortlab.engines.ort.lowering.graph import (
     Number,
     OnnxGraph,
     Value,
-    is_positive,
     lowers,
     product,
     result,
@@ -36,32 +35,15 @@ def _reduction_rule(operator: str, *overloads: Any) -> None:
         keep: bool = False,
         **_: Any,
     ) -> Value:
-        """Lower sum, amax, amin, prod to ReduceSum, ReduceMax, ..."""
+        """Lower sum, mean, amax, amin, prod to ReduceSum, ReduceMean, ReduceMax, ..."""
         return graph.reduce(operator, graph.cast(x, result(node).dtype), _dims(dims), keep=keep)
 
 
 _reduction_rule("ReduceSum", aten.sum.dim_IntList, aten.sum.default)
+_reduction_rule("ReduceMean", aten.mean.dim, aten.mean.default)
 _reduction_rule("ReduceMax", aten.amax.default, aten.max.default)
 _reduction_rule("ReduceMin", aten.amin.default, aten.min.default)
 _reduction_rule("ReduceProd", aten.prod.dim_int, aten.prod.default)
-
-
-@lowers(aten.mean.dim, aten.mean.default)
-def _mean(
-    graph: OnnxGraph,
-    node: fx.Node,
-    x: Value,
-    dims: int | list[int] | None = None,
-    keep: bool = False,
-    **_: Any,
-) -> Value:
-    """Lower mean to ReduceMean; to a sum over a count that may be 0, as ORT's mean is 0 then."""
-    x, dims = graph.cast(x, result(node).dtype), _dims(dims)
-    count = product(x.shape[i] for i in dims or range(x.rank))
-    if is_positive(count):
-        return graph.reduce("ReduceMean", x, dims, keep=keep)
-    total = graph.reduce("ReduceSum", x, dims, keep=keep)
-    return graph.binary("Div", total, graph.scalar(count, x.dtype))
 
 
 @lowers(prims.var.default)

@@ -103,7 +103,7 @@ def test_auto_trains_it_in_todays_engine(name: str) -> None:
 
 
 def test_every_operator_that_fits_runs_without_elements() -> None:
-    """Those that the functions above do not reach, each in a session of its own."""
+    """Run each elementwise operator of the list on tensors without elements, in its own session."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper
