@@ -454,6 +454,10 @@ SIZED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "linspace of floats": (lambda x: x[:, 0] * torch.linspace(-0.5, 2.0, x.shape[0]), (4, 6)),
     "einsum with ...": (lambda x: torch.einsum("...i,oi->...o", x, MATRIX), (4, 3, 6)),
     "einsum with ... of two": (lambda x: torch.einsum("...i,...i", x, x[:1].sin()), (4, 3, 6)),
+    "einsum with ... of one first": (
+        lambda x: torch.einsum("...i,...i", x[:1].sin(), x),
+        (4, 3, 6),
+    ),
     "einsum of three": (lambda x: torch.einsum("bi,oi,bi->bo", x, MATRIX, x), (4, 6)),
     "einsum of one": (lambda x: torch.einsum("bii->bi", x), (4, 3, 3)),
     "einsum to a number": (lambda x: torch.einsum("bi,oi->", x, MATRIX), (4, 6)),
