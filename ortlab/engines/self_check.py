@@ -375,14 +375,20 @@ def _is_as_before(before: torch.Tensor | None, now: torch.Tensor) -> bool:
 
 
 def depends_on_seed(
-    reference: Observed, call: Callable[[], Any], module: nn.Module, *, drawn_by_torch: bool
+    reference: Observed,
+    call: Callable[[], Any],
+    module: nn.Module,
+    *,
+    inputs: Sequence[torch.Tensor],
+    drawn_by_torch: bool,
 ) -> bool:
-    """Return True if a call gives other results with other random numbers.
+    """Return True if a call gives other results or gradients with other random numbers.
 
     Args:
         reference: Results of an earlier run of the call.
         call: Function that calls `module`.
         module: Module that is called.
+        inputs: As of `observe`.
         drawn_by_torch: True to change torch's random numbers, False for those of Python and numpy.
     """
 
@@ -394,9 +400,10 @@ def depends_on_seed(
             np.random.seed(_SEED)
         return call()
 
-    other = observe(with_other_numbers, module, inputs=(), gradients=False)
+    gradients = bool(reference.gradients)
+    other = observe(with_other_numbers, module, inputs=inputs, gradients=gradients)
     try:
-        compare(dataclasses.replace(reference, gradients={}), other, low_precision=False)
+        compare(reference, other, low_precision=False)
     except SelfCheckFailed:
         return True
     return False

@@ -13,7 +13,7 @@ from torch import nn
 
 import ortlab
 from ortlab.engines import registry
-from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.base import EngineUnavailable, wrapped_model
 from ortlab.engines.ort import session as sessions
 from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.export_pool import ExportFailed
@@ -256,6 +256,57 @@ def test_an_engine_that_was_named_is_not_exchanged(with_ort: None) -> None:
     )
     with pytest.raises(ExportFailed, match="forward replaces its buffer calls"):
         run.result()
+
+
+class Stochastic(nn.Module):
+    """A residual block with drop path and a layer scale, as in ConvNeXt."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.block, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(len(x), 1).add(0.5).floor()
+        return x + self.block(x) * self.scale * kept / 0.5
+
+
+def in_eager_and_in(wrapped: nn.Module, reference: nn.Module) -> list[list[torch.Tensor]]:
+    """Return the gradients of three steps of each of two models that draw the same numbers."""
+    found = []
+    for each in (wrapped, reference):
+        torch.manual_seed(0)
+        for _ in range(3):
+            each.zero_grad()
+            each(torch.arange(32.0).reshape(8, 4)).square().sum().backward()
+            found.append([p.grad.clone() for p in each.parameters() if p.grad is not None])
+    return found
+
+
+# The scale of 1e-6 is ConvNeXt's: draws show in no output, but in the gradient of the scale.
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_drop_path_trains_in_todays_onnxruntime_with_the_draws_of_torch(
+    with_ort: None, scale: float
+) -> None:
+    reference = Stochastic(scale)
+    wrapped = ortlab.wrap(copy.deepcopy(reference))
+    found = in_eager_and_in(wrapped, reference)
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    report = wrapped_model(wrapped).report()
+    assert report.engine_used == "ort"
+    assert "draws random numbers besides dropout" in (report.fallback_reason or "")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+@pytest.mark.parametrize("chosen", [{"engine": "ortmodule"}, {"opset": 15}])
+def test_drop_path_trains_unchecked_where_ortmodule_is_meant(
+    with_ort: None, chosen: dict[str, Any], scale: float
+) -> None:
+    wrapped = ortlab.wrap(Stochastic(scale), **chosen)
+    in_eager_and_in(wrapped, Stochastic(scale))
+    report = wrapped_model(wrapped).report()
+    assert report.engine_used == "ortmodule"
+    assert report.remarks == ("not checked: forward draws random numbers besides dropout",)
 
 
 def test_a_choice_of_both_engines_leaves_the_choice_to_auto(

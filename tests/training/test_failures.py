@@ -724,9 +724,8 @@ def scarce(engine: str, more_mib: int) -> None:
     for number, (_, notes, advice, waited) in enumerate(held):
         assert waited == "paused"
         told = [note for note in notes if "not enough memory for step" in note]
-        if engine == "eager" or number == 0:
-            assert "not enough memory for step 1;" in told[0]
-        assert told
+        # In ORT, where an arena and its threads take part of the space, step 1 may just fit.
+        assert f"not enough memory for step {1 if engine == 'eager' else ''}" in told[0]
         # There is no advice if no smaller batch is left and a session had no space for its threads.
         if engine == "eager" or number == 0 or advice:
             assert advice["batch_size"] * advice["gradient_accumulation_steps"] == 8192

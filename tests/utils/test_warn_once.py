@@ -16,7 +16,7 @@ class Noisy(nn.Linear):
         return super().forward(x) + 0.1 * torch.randn_like(x)
 
 for _ in range(2):
-    model = ortlab.wrap(Noisy(4, 4))
+    model = ortlab.wrap(Noisy(4, 4), engine="ortmodule")
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
 class Odd(nn.Linear):

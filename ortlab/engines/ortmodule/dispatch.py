@@ -496,9 +496,7 @@ class GraphDispatcher:
             Exception: The refusal itself, if neither may run the model.
         """
         reason = str(refused)
-        if self.take_over is not None:
-            self._successor = self.take_over(self.module, self._asked)
-        if self._successor is None:
+        if not self._has_successor():
             self._answer(reason, passed=False)
             if not self._asked.fallback:
                 raise refused from refused.__cause__
@@ -511,6 +509,12 @@ class GraphDispatcher:
         where = "eager torch" if self._successor is None else _record(self._successor).engine
         warn_once.say(type(self.module).__name__, f"fallback to {where}: {reason}")
         return outputs
+
+    def _has_successor(self) -> bool:
+        """Return True if another engine takes over; wrap the model in it at the first time."""
+        if self._successor is None and self.take_over is not None:
+            self._successor = self.take_over(self.module, self._asked)
+        return self._successor is not None
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call outside ORTModule, in the precision that its graph would have."""
@@ -740,6 +744,12 @@ class GraphDispatcher:
                 # The loss of a few tokens is NaN if none of them has a label.
                 if call is whole or again or reference.has_finite_outputs():
                     break
+        draws = reference.drew and self._random(reference, *call)
+        if draws and self._has_successor():
+            raise ExportFailed(
+                "forward draws random numbers besides dropout, which ORTModule draws by itself, so "
+                "that its results cannot be checked"
+            )
         if served is None:
             served = self._make(args, kwargs, why, checked=not reference.drew)
             if call is not whole and self._by_shape(served, args, kwargs):
@@ -752,7 +762,7 @@ class GraphDispatcher:
             self._remark(
                 f"forward sets {names}: ORT's graph does not, and uses the values of its export"
             )
-        if reference.drew and self._random(reference, *call):
+        if draws:
             self._remark(undrawn := "not checked: forward draws random numbers besides dropout")
             self._answer(undrawn, passed=False)
             served.again = False
@@ -840,13 +850,15 @@ class GraphDispatcher:
         Raises ExportFailed if they depend on those of Python or numpy, constants in the graph.
         """
         call = functools.partial(self.module, *args, **kwargs)
+        inputs = _differentiable(tensors([args, kwargs]))
+        depends = functools.partial(depends_on_seed, reference, call, self.module, inputs=inputs)
         with NoDropout(), interop.without_reentry():
-            if depends_on_seed(reference, call, self.module, drawn_by_torch=False):
+            if depends(drawn_by_torch=False):
                 raise ExportFailed(
                     "forward draws random numbers from Python or numpy, and ORT's graph would "
                     "reuse those of its export; draw them with torch, or use engine='eager'"
                 )
-            return depends_on_seed(reference, call, self.module, drawn_by_torch=True)
+            return depends(drawn_by_torch=True)
 
     def _compare(
         self,
