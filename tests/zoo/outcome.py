@@ -14,9 +14,9 @@ class Outcome:
     """Result of a cell, with the reason where it is not ok.
 
     The errors are the largest relative errors seen: of losses, of gradients and buffers, and of
-    the losses of ten steps. ``exports`` is the number of exported graphs. Of engine ``ort``,
-    ``ort_share`` is the share of compute nodes that run in ORT, and ``in_torch`` names the others,
-    graph breaks and what the check moved to torch.
+    the losses of ten steps. ``engine`` is the one in use, and ``exports`` the number of its graphs.
+    Of engine ``ort``, ``ort_share`` is the share of compute nodes that run in ORT, and ``in_torch``
+    names the others, graph breaks and what the check moved to torch.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Outcome:
     loss_error: float = math.nan
     gradient_error: float = math.nan
     steps_error: float = math.nan
+    engine: str = ""
     exports: int = 0
     ort_share: float = math.nan
     in_torch: str = ""

@@ -4,7 +4,7 @@ Run ``python -m tests.zoo.sweep [pattern ...] [--engine ort] [--quick] [--all-th
 is a cell's name or a glob that matches several: ``'gpt*/0.1'``. For engine ``ortmodule`` the exit
 status is 1 when less than 98% of the cells are ok, or when a cell that is not ok was not refused.
 For engine ``ort`` it is 1 unless every cell is ok, and 95% of the cells have 95% of their compute
-nodes in ORT.
+nodes in ORT; for ``auto``, unless every cell is ok.
 
 ``--shard 2/5`` runs every fifth cell, from the second one on. ``--results FILE`` adds a line of
 JSON to FILE for each cell as it ends. Cells that FILE has are not run again, so that a sweep that
@@ -33,15 +33,19 @@ from typing import Any, Final
 from tests.zoo import specs
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
 
-WANTED: Final = {"ortmodule": 0.98, "ort": 1.0}
+WANTED: Final = {"ortmodule": 0.98, "ort": 1.0, "auto": 1.0}
 """Share of the cells that must be ok, by engine."""
 
 IN_ORT: Final = 0.95
 """Share of the compute nodes in ORT that this share of the cells must reach on engine ``ort``."""
 
-_PRELOADED: Final = {"ortmodule": "tests.zoo.preload_ortmodule", "ort": "tests.zoo.preload"}
+_PRELOADED: Final = {
+    "ortmodule": "tests.zoo.preload_ortmodule",
+    "ort": "tests.zoo.preload",
+    "auto": "tests.zoo.preload_ortmodule",
+}
 _WORKERS: Final = 2
-_LIMITS_S: Final = {"ortmodule": 300, "ort": 900}
+_LIMITS_S: Final = {"ortmodule": 300, "ort": 900, "auto": 900}
 """Time of a cell at most. Torch alone takes minutes to capture Swin at sizes that vary."""
 
 
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, metavar="FILE")
     parser.add_argument("--workers", type=int, default=_WORKERS, help="cells at a time")
     given = parser.parse_args(arguments)
-    sample = {"ortmodule": specs.QUICK, "ort": specs.QUICK_ON_ORT}[given.engine]
+    sample = specs.QUICK_ON_ORT if given.engine == "ort" else specs.QUICK
     chosen = [
         cell
         for cell in specs.cells()
@@ -192,7 +196,7 @@ def in_process(
 
 
 def _printed(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
-    names = f"{'loss':>8} {'gradient':>8} {'10 steps':>8} {'in ORT':>8} graphs seconds"
+    names = f"{'loss':>8} {'gradient':>8} {'10 steps':>8} {'in ORT':>8} graphs seconds engine"
     print(f"{'cell':<36} {'result':<8} {names}")
     for number, each in enumerate(outcomes, start=1):
         errors = " ".join(
@@ -201,7 +205,8 @@ def _printed(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
         )
         share = f"{each.ort_share:8.1%}" if each.ort_share == each.ort_share else " " * 8
         numbers = f"{errors} {share} {each.exports:6d} {each.seconds:7.1f}"
-        print(f"{each.name:<36} {each.status:<8} {numbers}  {number}/{total}", flush=True)
+        where = f"{each.engine:<9} {number}/{total}"
+        print(f"{each.name:<36} {each.status:<8} {numbers} {where}", flush=True)
         if each.reason:
             print(textwrap.indent(each.reason, "    "), flush=True)
         yield each
@@ -213,6 +218,8 @@ def _summarize(outcomes: Sequence[Outcome], seconds: float) -> None:
     print(f"\n{len(outcomes)} cells in {seconds:.0f} s: ", end="")
     print(", ".join(f"{number} {status}" for status, number in count.most_common()), end="")
     print(f" ({count[OK] / len(outcomes):.1%} ok; {again} of them exported for each shape)")
+    engines = Counter(outcome.engine for outcome in outcomes if outcome.engine)
+    print("engines: " + ", ".join(f"{number} {name}" for name, number in engines.most_common()))
     for outcome in sorted(outcomes, key=lambda outcome: (outcome.status, outcome.name)):
         if outcome.status != OK:
             print(f"{outcome.status}: {outcome.name}")

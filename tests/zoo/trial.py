@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 import time
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort.model import CaptureFailed, OrtModel
+from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.self_check import SMALLEST, Observed, SelfCheckFailed, nudged, rounding
 from ortlab.utils.rng import RandomStates
@@ -46,9 +48,23 @@ class FellBack(RuntimeError):
     """Raised when a model runs in eager torch although that is not allowed."""
 
 
+class OwnMasks(Exception):
+    """Raised when engine auto chose ORTModule, whose dropout masks are replayed only by name."""
+
+
 def trial(cell: specs.Cell, engine: str = "ortmodule") -> Outcome:
     """Try `cell` on `engine` in this process. See `Pair` for the conditions that must hold."""
     started = time.perf_counter()
+    try:
+        found = _tried(cell, engine)
+    except OwnMasks:
+        found = _tried(cell, "ortmodule")
+        if found.status == REFUSED:  # as auto does
+            found = _tried(cell, "ort")
+    return dataclasses.replace(found, seconds=time.perf_counter() - started)
+
+
+def _tried(cell: specs.Cell, engine: str) -> Outcome:
     pair = None
     status, reason = OK, ""
     try:
@@ -59,7 +75,7 @@ def trial(cell: specs.Cell, engine: str = "ortmodule") -> Outcome:
             # The replayed masks are those of ORT's own dropout.
             options = {"kernels": "ort" if cell.dropout else "torch"}
             options |= family.options if family else {}
-        pair = Pair(specs.model(cell), engine, **options)
+        pair = Pair(specs.model(cell), engine, drops=bool(cell.dropout), **options)
         with pair.replay or contextlib.nullcontext():
             for batch in (first, second, first):
                 pair.compare(batch)
@@ -68,26 +84,32 @@ def trial(cell: specs.Cell, engine: str = "ortmodule") -> Outcome:
         status, reason = REFUSED, str(error)
     except (Differs, DropoutDiffers) as error:
         status, reason = WRONG, str(error)
+    except OwnMasks:
+        raise
     except Exception:  # noqa: BLE001 - the table shows any error
         status, reason = FAILED, traceback.format_exc(limit=-3)
     errors = {} if pair is None else pair.errors | pair.coverage()
-    return Outcome(cell.name, status, reason, seconds=time.perf_counter() - started, **errors)
+    return Outcome(cell.name, status, reason, **errors)
 
 
 class Pair:
     """A model in ORT and its twin in eager torch, which uses the same dropout masks.
 
     The engine ``ort`` draws what eager torch draws, so the twin starts from the same random states.
-    The masks of ``ortmodule`` are replayed.
+    The masks of ``ortmodule`` are replayed; with engine ``auto``, a model that `drops` and stays on
+    ``ortmodule`` raises `OwnMasks`.
     """
 
-    def __init__(self, model: nn.Module, engine: str = "ortmodule", **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, engine: str = "ortmodule", *, drops: bool = False, **options: Any
+    ) -> None:
         self.twin = copy.deepcopy(model)
         self.model = model
-        if engine == "ortmodule":
+        if engine != "ort":
             options["cache"] = False  # only an export made here has dropouts that can be replayed
         self.wrapped = ortlab.wrap(model, engine=engine, fallback=False, **options)
         self.replay = Replay() if engine == "ortmodule" else None
+        self.drops = drops
         self.errors: dict[str, Any] = {}
 
     def compare(self, batch: Mapping[str, Any]) -> None:
@@ -166,19 +188,26 @@ class Pair:
         states = self._states = RandomStates.now()
         ours = _loss(self.wrapped(**batch))
         if self.replay is not None:
-            self.errors["exports"] = len(self.wrapped.__dict__["_ortlab"].exports())
             return ours, self.replay.loss(lambda: _loss(self.twin(**batch)))
         record = wrapped_model(self.wrapped)
         assert record is not None
-        if (why := record.report().fallback_reason) is not None:
-            raise FellBack(f"runs in eager torch: {why}")
+        if (report := record.report()).engine_used == "eager":
+            raise FellBack(f"runs in eager torch: {report.fallback_reason}")
+        if report.engine_used == "ortmodule" and self.drops:
+            raise OwnMasks
         states.give_back()
         return ours, _loss(self.twin(**batch))
 
     def coverage(self) -> dict[str, Any]:
-        """Return the fields of `Outcome` about the graphs of engine ``ort``; none for another."""
+        """Return the fields of `Outcome` about the engine in use and its graphs."""
         record = wrapped_model(self.wrapped)
-        return nodes.coverage(record) if isinstance(record, OrtModel) else {}
+        assert record is not None
+        if isinstance(record, GraphDispatcher) and record._successor is not None:
+            record = wrapped_model(record._successor)
+        found = {"engine": record.report().engine_used}
+        if isinstance(record, GraphDispatcher):
+            return found | {"exports": len(record.exports())}
+        return found | (nodes.coverage(record) if isinstance(record, OrtModel) else {})
 
     def _hold(self, what: str, kind: str, error: float, tolerance: float) -> None:
         self.errors[kind] = max(self.errors.get(kind, 0.0), error)
