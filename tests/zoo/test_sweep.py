@@ -86,6 +86,13 @@ def test_every_cell_on_ort(tmp_path: Path) -> None:
     swept("--engine", "ort", *options, limit_s=_LIMIT_ON_ORT_S)
 
 
+@needs_ortmodule
+@pytest.mark.nightly
+def test_every_cell_under_auto() -> None:
+    needs("ort")
+    swept("--engine", "auto", limit_s=_LIMIT_ON_ORT_S)
+
+
 def test_cells_with_a_result_are_not_run_again(tmp_path: Path) -> None:
     needs("ort")
     results = tmp_path / "results.jsonl"
@@ -295,6 +302,35 @@ def test_a_model_that_runs_in_eager_torch_is_refused(
     outcome = trial.trial(CELLS["torch/mlp/0.0"], "ort")
     assert outcome.status == REFUSED
     assert "eager torch" in outcome.reason
+
+
+class Counting(torch.nn.Module):
+    """A model with a buffer that forward sets anew, which ORTModule refuses."""
+
+    def __init__(self, cell: specs.Cell) -> None:
+        super().__init__()
+        self.inner = OWN_MODEL(cell)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, **inputs: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.inner(**inputs)
+
+
+OWN_MODEL = specs.model
+
+
+@needs_ortmodule
+def test_auto_is_compared_in_the_engine_that_it_takes(
+    trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("ort")
+    cell = CELLS["torch/mlp/0.1"]
+    found = trial.trial(cell, "auto")
+    assert (found.status, found.engine, found.exports) == (OK, "ortmodule", 1)
+    monkeypatch.setattr(specs, "model", Counting)
+    found = trial.trial(cell, "auto")
+    assert (found.status, found.engine, found.ort_share) == (OK, "ort", 1.0)
 
 
 def test_masks_are_drawn_at_their_rate() -> None:
