@@ -200,8 +200,6 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         recompute: What the backward pass computes again, from the next forward pass on.
     """
 
-    __name__ = "ortlab"  # as torch names it in errors
-
     graphs: list[CompiledGraph] = field(default_factory=list)
     call: int = 0
     starting: Callable[[], None] = lambda: None
@@ -228,6 +226,21 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             decompositions=decompositions(),
         )(module, inputs)
         return step.watching(compiled)
+
+    def held_weakly(self) -> Callable[..., Any]:
+        """Return this backend as a function that does not keep it alive.
+
+        Torch keeps each backend that it is given for as long as the process lives
+        (``cached_backends`` of torch._dynamo.eval_frame), and with it all graphs and sessions.
+        """
+        remember = weakref.ref(self)
+
+        def ortlab(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            backend = remember()
+            assert backend is not None, "torch compiles code of a model that is gone"
+            return backend(module, inputs)
+
+        return ortlab
 
     def compiled(
         self, phase: Phase, module: fx.GraphModule, step: Step, recompute: Recompute

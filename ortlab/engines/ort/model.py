@@ -8,6 +8,7 @@ import inspect
 import os
 import threading
 import time
+import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -208,7 +209,10 @@ class OrtModel:
             # Each model has a limit of its own, not one for all models of its class.
             options["isolate_recompiles"] = True
         compiled: Callable[..., Any] = torch.compile(
-            self._forward, backend=self._backend, dynamic=self._dynamic, **options
+            _with_own_code(self._forward),
+            backend=self._backend.held_weakly(),
+            dynamic=self._dynamic,
+            **options,
         )
         return compiled
 
@@ -686,3 +690,30 @@ def _is_of_capture(error: Exception) -> bool:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a method or function that lets go of what torch compiles of it.
+
+    Torch keeps that with the code object, and a code object that it has compiled is never freed:
+    with a class's own forward, graphs and sessions of all its models would stay. The copy has a
+    code object of its own, which is emptied when the copy is dropped.
+    """
+    function = forward.__func__ if isinstance(forward, types.MethodType) else forward
+    if not isinstance(function, types.FunctionType):
+        return forward
+    copied = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+        setattr(copied, name, getattr(function, name))
+    copied.__dict__.update(function.__dict__)
+    empty = torch._dynamo.reset_code  # type: ignore[attr-defined]
+    weakref.finalize(copied, empty, copied.__code__).atexit = False
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(copied, forward.__self__)
+    return copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import os
@@ -858,3 +859,24 @@ def test_the_models_of_segments_that_were_divided_again_are_saved(
     written = {node.op_type for model in models for node in model.graph.node}
     assert written
     assert not {"Tanh", "Sin"} & written
+
+
+def segments_alive() -> int:
+    gc.collect()
+    return sum(isinstance(each, segments.OrtSegment) for each in gc.get_objects())
+
+
+def test_graphs_and_sessions_go_with_the_model() -> None:
+    """Torch alone would keep those of every model of a class, with the class's forward."""
+    before = segments_alive()
+    for _ in range(2):
+        wrapped = ortlab.wrap(Net(), engine="ort", cache=False)
+        wrapped(torch.randn(3, 6)).sum().backward()
+    assert segments_alive() > before
+    loss = wrapped(torch.randn(3, 6)).sum()
+    reference = ortlab.unwrap(wrapped)
+    del wrapped
+    loss.backward()  # whose graph is still needed
+    assert reference.inner.weight.grad is not None
+    del loss
+    assert segments_alive() == before
