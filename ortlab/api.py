@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ortlab.history.prune import Pruning
     from ortlab.history.run_files import StoredRun
     from ortlab.history.saved_run import SavedRun
+    from ortlab.metrics.user_metrics import Metrics
     from ortlab.plan.zero_memory import ZeroPlan
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
@@ -422,6 +423,7 @@ def finetune(
     *,
     eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
+    metrics: Metrics | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
     **settings: Unpack[FinetuneKeywords],
@@ -438,6 +440,13 @@ def finetune(
         eval_dataset: Evaluation data, in the same forms.
         loss: A function ``loss(output, target)`` or one of the names in `ortlab.settings.LOSSES`;
             None if the model returns its own loss.
+        metrics: Metrics of your own for each evaluation, one or several (a list, or a dict by
+            name): functions ``(predictions, targets)`` that return a number or a dict of numbers,
+            objects of torchmetrics, functions of scikit-learn's form ``(y_true, y_pred)``, or the
+            ``compute_metrics`` of a Hugging Face Trainer. The predictions are the model's output,
+            such as logits of shape [samples, classes], of all of ``eval_dataset``; scikit-learn's
+            ``y_pred`` gets the classes. ``keep_best="f1"`` keeps the best checkpoint by one of
+            them. A metric that raises is left out with a warning.
         resume_from: A checkpoint file (``run.checkpoint()`` writes one, and every run saves
             ``checkpoints/final.safetensors`` in its folder when it ends), or a run by its name,
             number or folder, whose newest intact checkpoint is used. The new run uses the same
@@ -468,6 +477,7 @@ def finetune(
         train,
         eval_dataset=eval_dataset,
         loss=loss,
+        metrics=metrics,
         resume_from=resume_from,
         hold=hold,
         **settings,
@@ -483,6 +493,7 @@ def resume(
     *,
     eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
+    metrics: Metrics | None = None,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Resume a paused run, or continue a saved run that did not finish.
@@ -497,6 +508,7 @@ def resume(
         train: Training data; None as for `model`.
         eval_dataset: Evaluation data; None as for `model`.
         loss: Loss function or its name; None as for `model`.
+        metrics: Metrics of your own; None as for `model`.
         **settings: Settings to change, such as ``engine="eager"``.
 
     Returns:
@@ -510,7 +522,9 @@ def resume(
         >>> run = ortlab.resume("run-3")
         >>> result = await run
     """
-    return session.resume(run, model, train, eval_dataset=eval_dataset, loss=loss, **settings)
+    return session.resume(
+        run, model, train, eval_dataset=eval_dataset, loss=loss, metrics=metrics, **settings
+    )
 
 
 @brief

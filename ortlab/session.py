@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ortlab.history.run_files import StoredRun
     from ortlab.history.saved_run import SavedRun
     from ortlab.metrics.recorder import Watched
+    from ortlab.metrics.user_metrics import Metrics
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
     from ortlab.training.run import Run
@@ -352,6 +353,7 @@ class Session:
         *,
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
+        metrics: Metrics | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
         **settings: Any,
@@ -373,6 +375,7 @@ class Session:
                 train,
                 eval_dataset=eval_dataset,
                 loss=loss,
+                metrics=metrics,
                 begin=begin,
                 hold=hold,
                 settings=settings,
@@ -387,6 +390,7 @@ class Session:
         *,
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
+        metrics: Metrics | None = None,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.resume`."""
@@ -397,7 +401,13 @@ class Session:
         from ortlab.training import resume
         from ortlab.training.start import RunRequest
 
-        given = {"model": model, "train": train, "eval_dataset": eval_dataset, "loss": loss}
+        given = {
+            "model": model,
+            "train": train,
+            "eval_dataset": eval_dataset,
+            "loss": loss,
+            "metrics": metrics,
+        }
         name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
         if alive is not None:
@@ -421,6 +431,7 @@ class Session:
                 found["train"],
                 eval_dataset=found["eval_dataset"],
                 loss=found["loss"],
+                metrics=found["metrics"],
                 begin=begin,
                 earlier=earlier,
                 settings=settings,

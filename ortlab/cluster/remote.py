@@ -7,12 +7,13 @@ import dataclasses
 import errno
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, ParamSpec, TypeVar
 
 import safetensors
+import torch
 from torch import nn
 
 from ortlab.checkpoint import sharded
@@ -34,6 +35,7 @@ from ortlab.engines.base import (
 )
 from ortlab.engines.nonfinite import Cause
 from ortlab.history.run_folder import private_home
+from ortlab.metrics.user_metrics import joined
 from ortlab.settings import FinetuneSettings
 from ortlab.utils import scratch
 
@@ -100,6 +102,7 @@ class RemoteStepper:
     ) -> None:
         self._workers = workers
         self._owner, self._loss = model, loss
+        self._neighbors = settings.parallel.tensor_parallel
         self._number = next(_NUMBERS)
         self._lost = self._ahead = self._closed = False
         self._report: Report | None = None
@@ -164,11 +167,20 @@ class RemoteStepper:
         first: StepResult = results[0]
         return dataclasses.replace(first, ranks=ranks, **times)
 
-    def evaluate(self, batch: Batch) -> EvalResult:
-        """See `Stepper.evaluate`."""
-        found = self._ask(training.evaluate, self._number, batch)
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvalResult:
+        """See `Stepper.evaluate`; the predictions are those of all ranks, in their order."""
+        found = self._ask(training.evaluate, self._number, batch, outputs)
         self._hear([told for _, told in found])
-        return found[0][0]
+        first: EvalResult = found[0][0]
+        if not outputs:
+            return first
+        # Neighbors that share the layers have the same rows; of pipeline stages the last has some.
+        own = [each for each, _ in found[:: self._neighbors]]
+        return dataclasses.replace(
+            first,
+            predictions=_of_all(each.predictions for each in own),
+            targets=_of_all(each.targets for each in own),
+        )
 
     def finite(self) -> bool:
         """See `Stepper.finite`."""
@@ -273,3 +285,8 @@ class RemoteStepper:
 
 def _total(held: StateBytes) -> int:
     return held.parameters + held.gradients + held.optimizer_state
+
+
+def _of_all(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return joined(known) if known else None

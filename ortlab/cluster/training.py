@@ -156,18 +156,19 @@ def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Rank
     return dataclasses.replace(result, **tensors), trainee.told(step_ms=step_ms)
 
 
-def evaluate(number: int, batch: Batch) -> tuple[EvalResult, RankReport]:
+def evaluate(number: int, batch: Batch, outputs: bool) -> tuple[EvalResult, RankReport]:
     """Evaluate a batch; see `Stepper.evaluate`.
 
     Args:
         number: Number of the stepper.
         batch: The batch.
+        outputs: True to return the predictions and targets of the rank's own rows.
 
     Returns:
         The result, with its loss on the CPU, and the rank's report.
     """
     trainee = _trainees[number]
-    result = trainee.stepper.evaluate(batch)
+    result = trainee.stepper.evaluate(batch, outputs=outputs)
     loss = None if result.loss is None else result.loss.cpu()
     return dataclasses.replace(result, loss=loss), trainee.told()
 

@@ -180,12 +180,16 @@ class EvalResult:
         samples: Number of samples in the batch.
         correct: Number of correct predictions; 0 if the targets are not classes.
         predicted: Number of predictions; 0 if the targets are not classes.
+        predictions: What the model predicts for the batch, on the CPU, if that was asked for.
+        targets: The targets of these predictions, on the CPU.
     """
 
     loss: torch.Tensor | None
     samples: int
     correct: int = 0
     predicted: int = 0
+    predictions: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -251,11 +255,12 @@ class Stepper(Protocol):
         """
         ...
 
-    def evaluate(self, batch: Batch) -> EvalResult:
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvalResult:
         """Evaluate one batch in evaluation mode, without gradients.
 
         Args:
             batch: Batch in the same form as in `step`.
+            outputs: True to return the predictions and the targets, too.
 
         Returns:
             The loss and the number of correct predictions.

@@ -198,6 +198,25 @@ def hits(result: Forward) -> tuple[int, int]:
     return int(right.sum()), int(counted.sum())
 
 
+def on_host(result: Forward) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the predictions and the targets of a forward pass on the CPU.
+
+    Args:
+        result: Result of `forward`.
+
+    Returns:
+        Both; 16-bit floats, which NumPy does not have all of, are float32.
+    """
+
+    def there(value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        half = value.dtype in (torch.float16, torch.bfloat16)
+        return value.detach().to("cpu", torch.float32 if half else value.dtype)
+
+    return there(result.scores), there(result.target)
+
+
 def _split(batch: Batch, *, with_target: bool) -> tuple[Batch, Any]:
     if not with_target:
         return batch, None

@@ -80,6 +80,10 @@ class RunComparison:
                 values = tuple(field.text(entry) for entry in entries)
                 if set(values) - {"-", ""}:
                     found.append(Difference("result", field.head, values))
+        scores = [entry.scores for entry in entries]
+        for name in dict.fromkeys(name for each in scores for name in each):
+            values = tuple(_text(each.get(name)) for each in scores)
+            found.append(Difference("result", name, values))
         columns = [
             Column[Difference]("", lambda each: each.part),
             Column[Difference]("", lambda each: each.name),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -46,8 +47,9 @@ class RunEntry:
         workers: Number of workers.
         steps: Completed steps.
         loss: Training loss of the last step.
-        held_out_loss: Lowest loss on held-out data.
+        held_out_loss: Loss of the best evaluation on held-out data.
         held_out_accuracy: Accuracy of the same evaluation.
+        held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.
         samples_per_s: Samples per second.
         tokens_per_s: Tokens per second.
         peak_bytes: Peak memory.
@@ -76,6 +78,7 @@ class RunEntry:
     loss: float
     held_out_loss: float
     held_out_accuracy: float
+    held_out_metrics: str
     samples_per_s: float
     tokens_per_s: float
     peak_bytes: float
@@ -88,6 +91,11 @@ class RunEntry:
     continues: str
     checkpoints: int
     folder: Path
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The user's metrics of the best evaluation, by name."""
+        return dict(json.loads(self.held_out_metrics))
 
     @property
     def at_work(self) -> bool:
@@ -149,6 +157,7 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         loss=_number(result, "final_loss"),
         held_out_loss=_number(best, "loss"),
         held_out_accuracy=_number(best, "accuracy"),
+        held_out_metrics=_metrics(best),
         samples_per_s=_number(result, "samples_per_s"),
         tokens_per_s=_number(result, "tokens_per_s"),
         peak_bytes=_number(result, "peak_bytes"),
@@ -246,6 +255,14 @@ def _whole(values: Mapping[str, Any], name: str) -> int:
     """Return an integer; 0 if it is unknown, not a number, or out of range."""
     value = _number(values, name)
     return int(value) if abs(value) < _MOST else 0
+
+
+def _metrics(evaluation: Mapping[str, Any]) -> str:
+    """Return the finite metrics of an evaluation in JSON."""
+    found = evaluation.get("metrics")
+    names = found if isinstance(found, Mapping) else {}
+    values = {legible(str(name)): _number(names, name) for name in names}
+    return json.dumps({name: value for name, value in values.items() if math.isfinite(value)})
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:

@@ -21,6 +21,8 @@ SHOWN: Final = 50
 """Rows of a table as text or on paper, if no limit is given."""
 GOES_ON: Final = "goes on as "
 """Prefix of the note that a run gets when another run continues it; it is stored on disk."""
+_SCORES: Final = 2
+"""Number of metrics in a cell of the table."""
 _NOTE: Final = 80
 """Maximum length of a note in a table."""
 _HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "steps", "wall_s"}
@@ -73,7 +75,9 @@ def _engine(entry: RunEntry) -> str:
 def _held_out(entry: RunEntry) -> str:
     accuracy = entry.held_out_accuracy
     hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
-    return _figure(entry.held_out_loss) + hits
+    scores = list(entry.scores.items())
+    others = "".join(f", {name} {_figure(value)}" for name, value in scores[:_SCORES])
+    return _figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
 
 
 def _began(entry: RunEntry) -> str:

@@ -11,8 +11,9 @@ from ortlab.history import sqlite_index
 from ortlab.history.entry import RunEntry, read_entry
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
+from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import NAN, Recorder, Status
+from ortlab.metrics.recorder import Recorder, Status
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.tables import Table
 
@@ -135,9 +136,7 @@ class SavedRun(StoredRun):
         if not evaluations:
             return ()
         last = evaluations[-1]
-        accuracy = last.values.get("accuracy", NAN)
-        hits = f", accuracy {accuracy:.3f}" if accuracy == accuracy else ""
-        return (f"held out at step {last.step}: loss {last.values.get('loss', NAN):.4g}{hits}",)
+        return (f"held out at step {last.step}: {Evaluation.of(last.step, last.values)}",)
 
     def pause(self) -> None:
         """Do nothing: only the process that trains the run can pause it."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 from ortlab.history.entry import RunEntry, read_entry, stamp
 from ortlab.history.run_folder import runs_root
 
-FORM: Final = 2
+FORM: Final = 3
 FILE: Final = "index.sqlite"
 _WAIT_S: Final = 10.0
 """Maximum wait for another process that writes; after it, the index is not used."""

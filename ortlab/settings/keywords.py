@@ -82,7 +82,8 @@ class FinetuneKeywords(TypedDict, total=False):
     save_steps: int | None
     checkpoint_minutes: float | None
     keep_checkpoints: int
-    keep_best: Literal["eval_loss", "eval_accuracy"] | None
+    keep_best: str | None
+    keep_best_mode: Literal["auto", "max", "min"]
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"]
     opset: int
     shape_inference: bool

@@ -28,7 +28,8 @@ class SearchSettings(Settings):
         *("param_dtype", "offload_optimizer"),  # supported by only some set-ups
         # It is not a run: its data is endless and its learning rate constant.
         *("num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
-        *("eval_steps", "save_steps", "checkpoint_minutes", "keep_checkpoints", "keep_best"),
+        *("eval_steps", "save_steps", "checkpoint_minutes", "keep_checkpoints"),
+        *("keep_best", "keep_best_mode"),
     )
     """Settings of `FinetuneSettings` that are not accepted."""
 

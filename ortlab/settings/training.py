@@ -202,8 +202,13 @@ class CheckpointSettings(Settings):
     )
     keep_best: str | None = setting(
         None,
-        choices=("eval_loss", "eval_accuracy"),
-        help="also keep best.safetensors, the checkpoint with the best evaluation after step 0",
+        help="also keep best.safetensors, the checkpoint with the best evaluation after step 0, by "
+        "loss, accuracy or the name of one of your metrics",
+    )
+    keep_best_mode: str = setting(
+        "auto",
+        choices=("auto", "max", "min"),
+        help="whether more (max) or less (min) of that metric is better; auto goes by its name",
     )
 
 

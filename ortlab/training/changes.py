@@ -10,6 +10,8 @@ from typing import Any
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines import registry
 from ortlab.engines.base import Cost, Stepper
+from ortlab.metrics.evaluation import goal
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import CheckpointSettings, FinetuneSettings
 from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
@@ -58,21 +60,28 @@ def check_change(
             )
 
 
-def check_best(checkpoint: CheckpointSettings, *, evaluates: bool) -> None:
-    """Check that a run which keeps the best checkpoint evaluates.
+def check_best(
+    checkpoint: CheckpointSettings, *, evaluates: bool, metrics: UserMetrics | None
+) -> None:
+    """Check that a run which keeps the best checkpoint evaluates, and knows what is better.
 
     Args:
         checkpoint: Settings of the checkpoints.
         evaluates: True if the run has evaluation data.
+        metrics: The user's metrics.
 
     Raises:
-        ValueError: If ``keep_best`` has nothing to compare.
+        ValueError: If ``keep_best`` has nothing to compare, or if there are metrics without
+            evaluation data.
     """
+    if metrics is not None and not evaluates:
+        raise ValueError("metrics are computed in evaluations: pass eval_dataset, too")
     if checkpoint.keep_best and not evaluates:
         raise ValueError(
             f"keep_best={checkpoint.keep_best!r} needs evaluations, but the run has none; pass "
             "eval_dataset, or leave keep_best out"
         )
+    goal(checkpoint, metrics)
 
 
 def cost(before: FinetuneSettings, after: FinetuneSettings) -> Cost:

@@ -4,62 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Stepper, StepperLost
+from ortlab.metrics.evaluation import Evaluation, goal
 from ortlab.metrics.recorder import NAN
+from ortlab.metrics.user_metrics import UserMetrics
+from ortlab.settings.declaration import unknown_name
 from ortlab.training.data_loading import Batches
 from ortlab.training.failures import FailureHandler
 from ortlab.training.training_state import TrainingState
 from ortlab.utils.errors import out_of_memory
 from ortlab.utils.rng import RandomStates, undisturbed_random
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores of a model on held-out data; ``accuracy`` is NaN if the targets are not classes."""
-
-    step: int
-    loss: float
-    accuracy: float = NAN
-
-    def __str__(self) -> str:
-        hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
-        return f"loss {self.loss:.4g}{hits}"
-
-
-def best(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the lowest loss.
-
-    Args:
-        evaluations: Evaluations of one run. Those whose loss is NaN are skipped.
-
-    Returns:
-        The best evaluation, or None if there is none.
-    """
-    known = [each for each in evaluations if not math.isnan(each.loss)]
-    return min(known, key=lambda each: each.loss, default=None)
-
-
-def better(found: Evaluation, before: Evaluation | None, metric: str) -> bool:
-    """Return whether an evaluation is better than the best one so far.
-
-    Args:
-        found: The new evaluation. It is never better if its score is NaN.
-        before: The best evaluation so far; None before the first.
-        metric: "eval_loss" or "eval_accuracy".
-
-    Returns:
-        True if `found` has the better score.
-    """
-    sign, name = (-1, "loss") if metric == "eval_loss" else (1, "accuracy")
-    here = sign * getattr(found, name)
-    there = NAN if before is None else sign * getattr(before, name)
-    return not math.isnan(here) and not here <= there
 
 
 def evaluate(
@@ -69,8 +28,9 @@ def evaluate(
     step: int,
     size: int | None = None,
     proceed: Callable[[], bool] = lambda: True,
-) -> Evaluation | None:
-    """Return the mean loss over samples and the accuracy on held-out data.
+    metrics: UserMetrics | None = None,
+) -> tuple[Evaluation, list[str]] | None:
+    """Return the mean loss over samples, the accuracy and the user's metrics on held-out data.
 
     The random states are restored afterwards, so that the number of evaluations does not change
     training.
@@ -81,33 +41,43 @@ def evaluate(
         step: Optimizer steps done.
         size: Samples per micro-batch; None for the size that `data` was created with.
         proceed: Called before each micro-batch; False ends the evaluation.
+        metrics: The user's metrics.
 
     Returns:
-        The evaluation, or None if `proceed` ended it.
+        The evaluation, and lines about metrics that failed; None if `proceed` ended it.
 
     Raises:
         ValueError: If the data is empty.
     """
     loss = torch.zeros(())
     samples = measured = correct = predicted = 0
+    own: dict[str, float] = {}
+    told: list[str] = []
     with undisturbed_random():
+        if metrics is not None:
+            metrics.begin()
         for batch in data.epoch(0, size=size):
             if not proceed():
                 return None
-            result = stepper.evaluate(batch)
+            result = stepper.evaluate(batch, outputs=metrics is not None)
+            if metrics is not None:
+                metrics.add(result.predictions, result.targets)
             samples += result.samples
             correct += result.correct
             predicted += result.predicted
             if result.loss is not None:
                 loss = loss.to(result.loss.device) + result.loss.float() * result.samples
                 measured += result.samples
+        if samples and metrics is not None:
+            own, told = metrics.end()
     if samples == 0:
         raise ValueError("the evaluation data is empty")
-    return Evaluation(
-        step,
-        loss=loss.item() / measured if measured else NAN,
-        accuracy=correct / predicted if predicted else NAN,
-    )
+    values = {
+        "loss": loss.item() / measured if measured else NAN,
+        "accuracy": correct / predicted if predicted else NAN,
+        **own,
+    }
+    return Evaluation.of(step, values), told
 
 
 class Evaluator:
@@ -120,6 +90,7 @@ class Evaluator:
         proceed: Waits while the run is paused, and returns False if the run is to end.
         keep_best: Receives the checkpoint of each evaluation that is better than all before.
         best: Best evaluation before this run.
+        metrics: The user's metrics.
     """
 
     def __init__(
@@ -131,7 +102,10 @@ class Evaluator:
         proceed: Callable[[], bool],
         keep_best: Callable[[Checkpoint], object] = lambda _: None,
         best: Evaluation | None = None,
+        metrics: UserMetrics | None = None,
     ) -> None:
+        self._metrics = metrics
+        self._told: set[str] = set()  # what failed in the user's metrics, which is told once
         self._state = state
         self._data = data
         self._failures = failures
@@ -152,17 +126,30 @@ class Evaluator:
         if found is None:
             return
         state.evaluated = state.step
-        state.tell("eval", str(found), {"loss": found.loss, "accuracy": found.accuracy})
-        metric = state.settings.checkpoint.keep_best
-        if metric and state.step and better(found, self._best, metric):
-            self._best = found
-            self._keep_best(state.copy())
+        state.tell("eval", str(found), found.values)
+        self._see_the_best(found)
         if not math.isfinite(found.loss):
             state.tell(
                 "warning",
                 f"the held-out loss is {found.loss} at step {state.step}; look for NaN in the "
                 "evaluation data, or in the model's outputs in evaluation mode",
             )
+
+    def _see_the_best(self, found: Evaluation) -> None:
+        """Report the checkpoint if this evaluation is the best so far."""
+        state, settings = self._state, self._state.settings.checkpoint
+        if not settings.keep_best:
+            return
+        wanted = goal(settings, self._metrics)
+        if wanted.name not in found.values:
+            told = f"keep_best={settings.keep_best!r}: {unknown_name(wanted.name, found.values)}"
+            failed = any(math.isnan(value) for value in found.metrics.values())
+            if state.step == state.began_at and not failed:
+                raise ValueError(told)
+            state.tell("warning", told)
+        if state.step and wanted.better(found, self._best):
+            self._best = found
+            self._keep_best(state.copy())
 
     def _measure(self, data: Batches) -> Evaluation | None:
         """Return the scores; None if the run is to end or to continue without them.
@@ -174,8 +161,13 @@ class Evaluator:
         while True:
             size = min(state.settings.data.batch_size, self._most)
             try:
-                return evaluate(
-                    state.stepper, data, step=state.step, size=size, proceed=self._proceed
+                found = evaluate(
+                    state.stepper,
+                    data,
+                    step=state.step,
+                    size=size,
+                    proceed=self._proceed,
+                    metrics=self._metrics,
                 )
             except StepperLost:
                 raise
@@ -194,3 +186,12 @@ class Evaluator:
                     continue
                 if not self._failures.evaluation_failed(error, memory=memory):
                     return None
+            else:
+                if found is None:
+                    return None
+                evaluation, failed = found
+                for line in failed:
+                    if line not in self._told:
+                        self._told.add(line)
+                        state.tell("warning", f"{line} (evaluation at step {state.step})")
+                return evaluation

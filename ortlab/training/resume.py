@@ -16,12 +16,12 @@ from ortlab.history.entry import read_entry
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import SavedRun, find
-from ortlab.metrics.recorder import INDEX, NAN, Event, Rows
+from ortlab.metrics.evaluation import Evaluation
+from ortlab.metrics.recorder import INDEX, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
-from ortlab.training.evaluator import Evaluation
 from ortlab.utils.files import half_written
 
-NAMES: Final = ("model", "train", "eval_dataset", "loss")
+NAMES: Final = ("model", "train", "eval_dataset", "loss", "metrics")
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
 _NEWS: Final = ("eval", "change", "note", "warning")
@@ -98,8 +98,7 @@ class Earlier:
     def _evaluation(self, step: int) -> Evaluation | None:
         for each in self.events:
             if each.kind == "eval" and each.step == step:
-                values = each.values
-                return Evaluation(step, values.get("loss", NAN), values.get("accuracy", NAN))
+                return Evaluation.of(step, each.values)
         return None
 
 
@@ -272,7 +271,7 @@ def clear(run: SavedRun) -> None:
 
 
 def names_of(run: SavedRun) -> dict[str, str]:
-    """Return the user's names of model, data and loss of a run.
+    """Return the user's names of model, data, loss and metrics of a run.
 
     Args:
         run: The run.
@@ -328,4 +327,5 @@ _CALLED: Final = {
     "train": "its data",
     "eval_dataset": "its evaluation data",
     "loss": "its loss",
+    "metrics": "its metrics",
 }

@@ -16,6 +16,7 @@ from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, State, Status, Watched
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
@@ -57,9 +58,10 @@ class Run(StoredRun):
         warnings: Warnings about the start of the run, shown to the user.
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
         earlier: Run of `begin`, if this run includes its metrics.
-        names: The user's names of ``model``, ``train``, ``eval_dataset`` and ``loss``, by which
-            `ortlab.resume` finds them again.
+        names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss`` and ``metrics``,
+            by which `ortlab.resume` finds them again.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
+        metrics: The user's metrics, computed in each evaluation.
         faults: Treatment of failures. With ``waits``, a failure that need not end the run pauses it
             until `resume` or `stop`, and data that hangs pauses it until the data comes.
 
@@ -87,6 +89,7 @@ class Run(StoredRun):
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
+        metrics: UserMetrics | None = None,
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
     ) -> None:
         batches = data_loading.batches(train, settings)
@@ -95,7 +98,7 @@ class Run(StoredRun):
             held_out = data_loading.batches(evaluation, settings, evaluation=True)
         place = None if begin is None else training_state.place(begin, batches, settings)
         self._evaluates = held_out is not None
-        setting_changes.check_best(settings.checkpoint, evaluates=self._evaluates)
+        setting_changes.check_best(settings.checkpoint, evaluates=self._evaluates, metrics=metrics)
         total = total_steps(batches, settings, place)
         check_schedule(total, settings.optim)
         self.settings = settings
@@ -111,14 +114,19 @@ class Run(StoredRun):
         )
         super().__init__(RunFolder.create(name, root=root))
         self._record = RunRecord(
-            self._folder, self._progress, model=model, names=names, earlier=earlier
+            self._folder,
+            self._progress,
+            model=model,
+            names=names,
+            earlier=earlier,
+            metrics=metrics,
         )
         self._view = RunView(
             self._progress, self._record, warnings=warnings, choice=choice, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
         told += [("note", choice)] if choice else []
-        work = RunWork(model, prepare, batches, held_out, faults, begin)
+        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
     @property
@@ -321,7 +329,9 @@ class Run(StoredRun):
         wanted, _ = resolved(self.current_settings.replace(**changes))
         changes = {name: wanted[name] for name in wanted.canonical(changes)}
         setting_changes.check_change(self.current_settings, wanted, self.fixed)
-        setting_changes.check_best(wanted.checkpoint, evaluates=self._evaluates)
+        setting_changes.check_best(
+            wanted.checkpoint, evaluates=self._evaluates, metrics=self._record.metrics
+        )
         engine_for(wanted)
         return self._control.apply(changes)
 

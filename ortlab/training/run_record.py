@@ -13,9 +13,10 @@ from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.evaluation import Evaluation, Goal, goal
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.training.checkpoint_writer import CheckpointWriter
-from ortlab.training.evaluator import Evaluation, best
 from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
 from ortlab.training.run_result import RunResult
@@ -36,6 +37,7 @@ class RunRecord:
         model: Model of the run, of which the class and the number of parameters are recorded.
         names: The user's names of model and data; see `ortlab.training.resume.NAMES`.
         earlier: Run that this one continues, whose metrics and events are copied.
+        metrics: The user's metrics.
     """
 
     def __init__(
@@ -46,7 +48,10 @@ class RunRecord:
         model: nn.Module,
         names: Mapping[str, str] | None = None,
         earlier: Earlier | None = None,
+        metrics: UserMetrics | None = None,
     ) -> None:
+        self.metrics = metrics
+        """The user's metrics; None without any, and when the run is over."""
         self.folder = folder
         """Folder of the run."""
         self.earlier = earlier
@@ -144,7 +149,8 @@ class RunRecord:
         self.pending.write("the description", functools.partial(self._write_about, progress.result))
 
     def release(self) -> None:
-        """Release the folder, and update the run's entry in the history."""
+        """Release the folder and the metrics, and update the run's entry in the history."""
+        self.metrics = None
         self.folder.release()
         sqlite_index.note(self.folder.path)
 
@@ -154,10 +160,7 @@ class RunRecord:
         Returns:
             The evaluations, the first one first.
         """
-        return [
-            Evaluation(event.step, event.values["loss"], event.values["accuracy"])
-            for event in self.recorder.events("eval")
-        ]
+        return [Evaluation.of(event.step, event.values) for event in self.recorder.events("eval")]
 
     @property
     def loss_scale(self) -> float:
@@ -185,7 +188,7 @@ class RunRecord:
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
-            best=best(evaluations[1:] or evaluations),
+            best=self._goal().best(evaluations[1:] or evaluations),
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
             peak_bytes=self._peak_bytes(),
@@ -194,6 +197,9 @@ class RunRecord:
             skipped_steps=int(recorder.total("skipped")),
             loss_scale=self.loss_scale,
         )
+
+    def _goal(self) -> Goal:
+        return goal(self._progress.settings.checkpoint, self.metrics)
 
     def _peak_bytes(self) -> float:
         """Return the peak of this process, or of the rank that used most."""

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.recorder import NAN, State
-from ortlab.training.evaluator import Evaluation
 from ortlab.utils.tables import rounded
 
 
@@ -15,8 +15,9 @@ from ortlab.utils.tables import rounded
 class RunResult:
     """Result of a run. Unknown numbers are NaN.
 
-    ``before`` and ``after`` are the first and the last evaluation, ``best`` is the one with the
-    lowest loss, not counting the one before training; None without evaluation data. Rates count
+    ``before`` and ``after`` are the first and the last evaluation, ``best`` is the best one by
+    ``keep_best`` (by the loss if that is not set), not counting the one before training; None
+    without evaluation data. Rates count
     only the time of the steps; ``wall_s`` is the whole time, pauses included. ``peak_bytes`` is the
     peak resident size, or on CUDA the peak of torch's allocated bytes; with several workers, that
     of the worker that used most. ``skipped_steps`` is the number of ``steps`` whose gradients

@@ -16,6 +16,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines import base
 from ortlab.engines.base import Stepper, StepperLost
 from ortlab.engines.torch.stepper import training_device
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice
 from ortlab.training.control import PauseReason
@@ -47,6 +48,7 @@ class RunWork:
     evaluation: data_loading.Batches | None
     faults: FailurePolicy
     begin: Checkpoint | None = None
+    metrics: UserMetrics | None = None
     heard: Stepper | None = None
 
 
@@ -166,6 +168,7 @@ class RunWorker:
             keep=record.keep,
             keep_best=record.checkpoints.keep_best,
             best=earlier.carry_best(record.folder) if earlier else None,
+            metrics=work.metrics,
             faults=work.faults,
         )
 

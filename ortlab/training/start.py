@@ -19,6 +19,7 @@ from ortlab.engines.losses import loss_function
 from ortlab.engines.nonfinite import Cause, first_bad
 from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import engine_for, resolved, succeed
+from ortlab.metrics.user_metrics import Metrics, UserMetrics
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
 from ortlab.training import settings_preview
 from ortlab.training.data_loading import of_samples, unevenly
@@ -50,6 +51,7 @@ class RunRequest:
         train: Training data.
         eval_dataset: Evaluation data; None for none.
         loss: Loss function or its name; None where the model returns its own loss.
+        metrics: The user's metrics; None for none.
         begin: Checkpoint to resume from; None to start from the model's current weights.
         earlier: The run that this one continues, with its metrics; None for a new run.
         hold: Whether a run that fails waits for the user; None for the session's default.
@@ -60,6 +62,7 @@ class RunRequest:
     train: Iterable[Any]
     eval_dataset: Iterable[Any] | None = None
     loss: str | LossFunction | None = None
+    metrics: Metrics | None = None
     begin: Beginning | Checkpoint | None = None
     earlier: Earlier | None = None
     hold: bool | None = None
@@ -71,21 +74,22 @@ class RunRequest:
         return self.begin.checkpoint if isinstance(self.begin, Beginning) else self.begin
 
     def names(self, namespace: Mapping[str, Any]) -> dict[str, str]:
-        """Return the names that the user has for model, data and loss.
+        """Return the names that the user has for model, data, loss and metrics.
 
         Args:
             namespace: The user's variables.
 
         Returns:
-            The names by ``model``, ``train``, ``eval_dataset`` and ``loss``, where there is one. A
-            loss function without a variable has its own name; a loss given by name has none here,
-            because the settings record it.
+            The names by ``model``, ``train``, ``eval_dataset``, ``loss`` and ``metrics``, where
+            there is one. A loss function without a variable has its own name; a loss given by name
+            has none here, because the settings record it.
         """
         values = {
             "model": self.model,
             "train": self.train,
             "eval_dataset": self.eval_dataset,
             "loss": self.loss,
+            "metrics": self.metrics,
         }
         names = {id(v): n for n, v in reversed(list(namespace.items())) if n[:1] != "_"}
         found = {each: names.get(id(value)) for each, value in values.items() if value is not None}
@@ -272,6 +276,7 @@ class RunStarter:
                 waits, model.first_nonfinite, model.peak_bytes, self._services.remote_hosts
             ),
             evaluation=request.eval_dataset,
+            metrics=None if request.metrics is None else UserMetrics(request.metrics),
             settings=chosen.settings,
             show=self._services.show,
             begin=request.checkpoint,

@@ -12,13 +12,15 @@ from typing import Literal
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepperLost, StepResult
+from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.recorder import Recorder
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.training.changes import SettingChanger
 from ortlab.training.checkpoint_writer import CheckpointSchedule
 from ortlab.training.control import Control
 from ortlab.training.data_loading import Batches, Epoch
-from ortlab.training.evaluator import Evaluation, Evaluator
+from ortlab.training.evaluator import Evaluator
 from ortlab.training.failures import FailureHandler, FailurePolicy
 from ortlab.training.memory_advice import MemoryAdvisor
 from ortlab.training.schedule import learning_rate
@@ -57,6 +59,7 @@ class Trainer:
         keep_best: Receives the checkpoint of each evaluation that is better by the metric
             ``keep_best`` than all before.
         best: Best evaluation before this run.
+        metrics: The user's metrics, computed in each evaluation.
 
     Raises:
         ValueError: If `begin` does not match the settings or the data.
@@ -78,6 +81,7 @@ class Trainer:
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         keep_best: Callable[[Checkpoint], object] = lambda _: None,
         best: Evaluation | None = None,
+        metrics: UserMetrics | None = None,
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -109,6 +113,7 @@ class Trainer:
             proceed=self._proceed,
             keep_best=keep_best,
             best=best,
+            metrics=metrics,
         )
 
     @property

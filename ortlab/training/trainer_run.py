@@ -20,9 +20,9 @@ from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.evaluation import Evaluation, Goal
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.settings import FinetuneSettings
-from ortlab.training.evaluator import Evaluation, best
 from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.utils import at_exit
@@ -414,10 +414,7 @@ class TrainerRun(StoredRun):
         return (self._total - self._step) * float(recent[:, INDEX["step_ms"]].mean()) / 1e3
 
     def _evaluations(self) -> list[Evaluation]:
-        return [
-            Evaluation(event.step, event.values["loss"], event.values["accuracy"])
-            for event in self.recorder.events("eval")
-        ]
+        return [Evaluation.of(event.step, event.values) for event in self.recorder.events("eval")]
 
     def _spent(self) -> tuple[float, float]:
         """Return the seconds of this run spent on exports and on self-checks."""
@@ -446,7 +443,7 @@ class TrainerRun(StoredRun):
             final_loss=float(last.loss) if last else NAN,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
-            best=best(evaluations),
+            best=Goal().best(evaluations),
             samples_per_s=recorder.total("samples") / step_s,
             tokens_per_s=recorder.total("tokens") / step_s or NAN,
             peak_bytes=self._meter.highest_peak_bytes(),

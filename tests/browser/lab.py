@@ -239,9 +239,9 @@ class Notebook:
         assert not raised, "\n".join(f"{o['ename']}: {o['evalue']}" for o in raised)
 
     def view(self) -> Locator:
-        """Return the charts once all four are drawn; raise AssertionError if a cell failed."""
+        """Return the charts once they are drawn; raise AssertionError if a cell failed."""
         self.page.wait_for_function(
-            """() => document.querySelectorAll('.ortlab-run canvas').length === 4
+            """() => document.querySelectorAll('.ortlab-run canvas').length >= 4
                 || document.querySelector('[data-mime-type="application/vnd.jupyter.stderr"]')"""
         )
         self.check()

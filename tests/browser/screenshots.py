@@ -26,7 +26,7 @@ ALL_RAN = """() => {
         && window.panel.sessionContext.session.kernel.status === 'idle';
 }"""
 LIVE = """() => Number(document.querySelector('.ortlab-chart')?.dataset.points) > 30
-    && document.querySelectorAll('.ortlab-run canvas').length === 4"""
+    && document.querySelectorAll('.ortlab-run canvas').length >= 4"""
 DRAWN = """() => document.querySelectorAll('.ortlab-graph[hidden]').length === 0
     && [...document.querySelectorAll('.ortlab-pane')].every(pane => pane.dataset.drawn)"""
 WHOLE_HEIGHT = """() => {

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch import nn
 
 from ortlab.checkpoint.checkpoint import Checkpoint
@@ -660,3 +661,18 @@ def test_a_full_folder_for_temporary_files_costs_nothing(
 
 def test_shards_load_on_more_workers(alone: dict[str, Any], shards: Path) -> None:
     check_that_shards_load(alone, shards, 3)
+
+
+def macro(predictions: torch.Tensor, targets: torch.Tensor) -> float:
+    assert len(predictions) == len(targets) == 41
+    return float(f1_score(targets, predictions.argmax(1), average="macro"))
+
+
+@pytest.mark.parametrize("shared", [{"workers": 2}, {"workers": 1, "isolated": True}])
+def test_own_metrics_get_the_predictions_of_all_rows(shared: dict[str, Any]) -> None:
+    chosen: dict[str, Any] = {"eval_dataset": data(41), "eval_steps": 10, "max_steps": 20}
+    found = []
+    for more in ({}, shared):
+        run = train(Network(), metrics={"f1": macro}, **chosen, **more)
+        found.append([event.values["f1"] for event in run.recorder.events("eval")])
+    assert found[1] == pytest.approx(found[0])

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.metrics.evaluation import Evaluation, Goal, goal
+from ortlab.settings.training import CheckpointSettings
 from ortlab.training import data_loading
-from ortlab.training.evaluator import Evaluation, Evaluator, best, better
+from ortlab.training.evaluator import Evaluator
 from ortlab.training.failures import FailureHandler, FailurePolicy
 from ortlab.training.memory_advice import MemoryAdvisor
 from tests.support.training_parts import Parts, examples
@@ -62,7 +64,7 @@ def test_an_evaluation_that_is_stopped_records_nothing() -> None:
 def test_the_error_of_the_first_evaluation_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts()
 
-    def fails(_: Any) -> Any:
+    def fails(_: Any, **__: Any) -> Any:
         raise KeyError("the column is gone")
 
     monkeypatch.setattr(parts.state.stepper, "evaluate", fails)
@@ -73,8 +75,29 @@ def test_the_error_of_the_first_evaluation_ends_the_run(monkeypatch: pytest.Monk
 
 def test_scores_that_are_nan_are_never_the_best() -> None:
     nan, low, high = Evaluation(1, math.nan), Evaluation(2, 1.0), Evaluation(3, 2.0)
-    assert best([nan, high, low]) is low
-    assert best([nan]) is None
-    assert better(low, None, "eval_loss")
-    assert not better(nan, high, "eval_loss")
-    assert not better(high, low, "eval_loss")
+    least = Goal()
+    assert least.best([nan, high, low]) is low
+    assert least.best([nan]) is None
+    assert least.better(low, None)
+    assert not least.better(nan, high)
+    assert not least.better(high, low)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "expected"),
+    [
+        (None, "auto", Goal("loss", "min")),
+        ("eval_loss", "auto", Goal("loss", "min")),
+        ("eval_accuracy", "auto", Goal("accuracy", "max")),
+        ("f1", "auto", Goal("f1", "max")),
+        ("mine", "min", Goal("mine", "min")),
+    ],
+)
+def test_which_evaluation_is_the_best(name: str | None, mode: str, expected: Goal) -> None:
+    assert goal(CheckpointSettings(keep_best=name, keep_best_mode=mode)) == expected
+
+
+def test_what_is_shown_of_an_evaluation() -> None:
+    values = {"loss": 0.5, "accuracy": math.nan, "f1": 0.25, "failed": math.nan}
+    found = Evaluation.of(3, values | {f"m{i}": float(i) for i in range(7)})
+    assert str(found) == "loss 0.5, f1 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, 2 more"

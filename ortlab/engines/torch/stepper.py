@@ -375,7 +375,7 @@ class TorchStepper:
         for buffer, before in zip(self._changing, kept, strict=True):
             buffer.copy_(torch.where(bad, before, buffer))
 
-    def evaluate(self, batch: Batch) -> EvalResult:
+    def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvalResult:
         """See `Stepper.evaluate`."""
         modes, was_training = modes_of(self._owner), self._module.training
         self._module.eval()
@@ -393,11 +393,13 @@ class TorchStepper:
                 loss, correct, predicted = self._processes.evaluated(
                     result.loss.detach(), share.part, *batches.hits(result)
                 )
+                # A rank without samples evaluates a row of another one.
+                found = batches.on_host(result) if outputs and share.part else (None, None)
         finally:
             self._module.training = was_training
             set_modes(modes)
         samples, _ = batches.count(batch)
-        return EvalResult(loss, samples, correct, predicted)
+        return EvalResult(loss, samples, correct, predicted, *found)
 
     def finite(self) -> bool:
         """See `Stepper.finite`."""

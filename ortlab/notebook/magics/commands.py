@@ -37,6 +37,9 @@ _COPIED = (
 )
 
 _STAGES = tuple(dict.fromkeys([*CAPTURED_STAGES, *STAGES]))
+_METRICS = Option(
+    "--metrics", "metrics of evaluations: a function, or a list or dict of them", kind="metrics"
+)
 _RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {
@@ -60,6 +63,7 @@ COMMANDS = {
             settings=FinetuneSettings,
             extra=(
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
+                _METRICS,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
             ),
         ),
@@ -228,6 +232,7 @@ COMMANDS = {
             extra=(
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 Option("--loss", "the loss, a function of the notebook", kind="loss"),
+                _METRICS,
             ),
         ),
         Command(

@@ -67,9 +67,9 @@ class Names:
         """Return the names of every variable or run of a kind.
 
         Args:
-            kind: One of model, wrapped, loader, batch, loss, run (active runs), kept (saved runs),
-                target (of the panel), resumable (of ``%ort resume``), or workers, whose only name
-                is the word that may replace their number.
+            kind: One of model, wrapped, loader, batch, loss, metrics, run (active runs), kept
+                (saved runs), target (of the panel), resumable (of ``%ort resume``), or workers,
+                whose only name is the word that may replace their number.
         """
         if kind == "workers":
             return ["stop"]
@@ -93,6 +93,7 @@ class Names:
             "loader": _is_loader,
             "batch": _is_batch,
             "loss": _is_loss,
+            "metrics": _are_metrics,
         }
         hidden = self._shell.user_ns_hidden
         return [
@@ -126,6 +127,17 @@ def _is_loss(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         return True
     return is_model(value) and not any(p.requires_grad for p in value.parameters())
+
+
+def _are_metrics(value: object) -> bool:
+    """Return whether `value` is a function, an object of torchmetrics, or several of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_are_metrics, value))
+    return isinstance(value, types.FunctionType) or (
+        not isinstance(value, type) and callable(getattr(value, "compute", None))
+    )
 
 
 def matcher(names: Names) -> Callable[[Any], Any]:

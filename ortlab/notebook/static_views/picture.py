@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab.metrics import rank_metrics
+from ortlab.metrics.evaluation import CHARTED, scores
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import drawing, plain_text, rank_picture
@@ -41,12 +42,13 @@ CHANGES = 8  # settings changes in the heading; the last ones are shown
 WRAPPED_LINES = 3  # lines that one change or remark may take
 MARKS_IN_ROW = 20  # numbers of changes that fit side by side in a chart
 MARK_ROWS = 4
+_LONGEST = 24  # characters of a score's name
 MARK = "#8c62d9"  # 4.3:1 on white, 4.4:1 on #111111
 
 
 @draws
 def png(watched: Watched) -> bytes:
-    """Draw the four charts, the breakdown of the step time, the ranks and the final numbers.
+    """Draw the charts, the breakdown of the step time, the ranks and the final numbers.
 
     Args:
         watched: The run.
@@ -62,14 +64,16 @@ def png(watched: Watched) -> bytes:
     # All positions are fixed, in inches from the bottom: a layout engine would draw it twice.
     standing = rank_metrics.standing(watched.recorder, rank_metrics.trained_under(watched))
     below = BELOW_IN + rank_picture.height_in(standing)
-    width, height = WIDTH_IN, below + 2 * CHART_IN + LINE_IN * len(heading)
+    scored = scores_of(watched.recorder)
+    charts_in = (3 if scored else 2) * CHART_IN
+    width, height = WIDTH_IN, below + charts_in + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
     canvas = FigureCanvasAgg(figure)
 
     def place(left: float, bottom: float, wide: float, high: float) -> Axes:
         return figure.add_axes((left / width, bottom / height, wide / width, high / height))
 
-    top = below + 2 * CHART_IN
+    top = below + charts_in
     for index, line in enumerate(heading):
         _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
     for index, name in enumerate(plain_text.TITLES):
@@ -77,6 +81,10 @@ def png(watched: Watched) -> bytes:
         left, bottom = column * width / 2 + 0.7, top - (row + 1) * CHART_IN + 0.5
         axes = place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85)
         _draw(axes, name, rows, watched.recorder)
+        _mark(axes, changed)
+    if scored:
+        axes = place(0.7, top - 3 * CHART_IN + 0.5, width - 1.4, CHART_IN - 0.85)
+        _draw_scores(axes, scored)
         _mark(axes, changed)
     _split(place(0.1, below - BELOW_IN + 0.1, width - 0.2, 0.14), rows)
     if standing.ranks:
@@ -261,6 +269,42 @@ def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
         marker="o",
         markersize=3.5,
     )
+
+
+def scores_of(recorder: Recorder) -> dict[str, list[tuple[int, float]]]:
+    """Return the steps and values of the scores of evaluations, by name.
+
+    Args:
+        recorder: Recorder of the run.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for event in recorder.events("eval"):
+        for name, value in scores(event).items():
+            found.setdefault(name, []).append((event.step, value))
+    return dict(list(found.items())[:CHARTED])
+
+
+def _draw_scores(axes: Axes, scored: dict[str, list[tuple[int, float]]]) -> None:
+    """Draw the chart of the scores of evaluations."""
+    axes.grid(color=GRID, linewidth=0.6)
+    _style(axes)
+    for color, (name, points) in zip(COLORS, scored.items(), strict=False):
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, color=color, label=name[:_LONGEST], marker="o", markersize=3.5)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_text.number(value)))
+    axes.set_title("Evaluation", color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
+    axes.set_xlabel("step", color=TEXT, fontsize=FONT)
+    named = axes.legend(
+        fontsize=FONT - 0.5,
+        labelcolor=TEXT,
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(scored),
+        borderaxespad=0.0,
+    )
+    for text in named.get_texts():
+        text.set_parse_math(False)  # names come from the user and may contain a $
 
 
 def _split(axes: Axes, rows: Rows) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ortlab.metrics.evaluation import scores
 from ortlab.metrics.recorder import COLUMNS, INDEX, merged
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import plain_text
@@ -135,7 +136,9 @@ class Feed:
         ]
         if evaluations:
             self._evaluated_s = evaluations[-1].time_s
-            content["e"] = [[event.step, _json(event.values["loss"])] for event in evaluations]
+            content["e"] = [
+                [event.step, _json(event.values["loss"]), scores(event)] for event in evaluations
+            ]
         if not len(rows):
             return Update(content)
         thin = plain_text.with_rates(merged(rows, math.ceil(len(rows) / limit)))

@@ -285,6 +285,17 @@ def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
 
 
+def test_finetune_computes_metrics_of_the_notebook(ip: Typist) -> None:
+    ip("net = Net(); data = batches()\ndef rows(predictions, targets): return len(predictions)")
+    train = "run = %ort finetune net data --loss cross_entropy --engine eager --eval-dataset data "
+    ip(train + "--metrics rows --keep-best rows --keep-best-mode max\nresult = await run")
+    assert ip["result"].after.metrics == {"rows": sum(len(x) for x, _ in ip["data"])}
+    assert "nothing is called 'row'" in ip.refused(train + "--metrics row")
+    assert "say whether more or less" in ip.refused(train + "--metrics rows --keep-best rows")
+    ip("scores = [rows]; text = 'rows'; numbers = [1]")
+    assert ip.completions("%ort finetune net data --metrics ") == ["batches", "rows", "scores"]
+
+
 def test_an_unassigned_run_is_shown_once_and_kept(ip: Typist) -> None:
     shown: list[Any] = []
     session.viewers.append(shown.append)

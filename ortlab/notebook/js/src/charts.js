@@ -1,8 +1,10 @@
-// Four small uPlot charts with a common cursor; colors are read from the page's theme at every draw.
+// Small uPlot charts with a common cursor; colors are read from the page's theme at every draw.
 import uPlot from "uplot";
 import { byteUnit, changed, number, withUnit } from "./format.js";
 
-export const TITLES = { loss: "Loss", throughput: "Throughput", memory: "Memory", lr: "Learning rate" };
+export const TITLES = {
+  loss: "Loss", throughput: "Throughput", memory: "Memory", lr: "Learning rate", evaluation: "Evaluation",
+};
 const HEIGHT = 190;
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const MARK_FONT = `bold ${FONT}`;
@@ -41,7 +43,7 @@ export class Chart {
     this.series = series;
     this.cursor = cursor;
     this.drawn = ""; // columns of the current plot
-    this.root = node("figure", "ortlab-chart");
+    this.root = node("figure", `ortlab-chart ortlab-chart-${kind}`);
     this.head = node("figcaption", "ortlab-chart-head");
     this.plot = node("div", "ortlab-plot");
     this.tip = node("div", "ortlab-tip"); // the list below the charts has the same text
@@ -50,12 +52,19 @@ export class Chart {
   }
 
   #columns() {
+    if (this.kind === "evaluation") {
+      return this.series.scores().map((name) => ({ name, label: name, unit: "", chart: "evaluation" }));
+    }
     const columns = this.series.columns.filter((c) => c.chart === this.kind && this.series.has(c.name));
     if (this.kind === "loss" && this.series.evaluations.length) columns.push(EVALUATION);
     return columns;
   }
 
   #data(columns) {
+    if (this.kind === "evaluation") {
+      const points = this.series.evaluations;
+      return [points.map((p) => p[0]), ...columns.map(({ name }) => points.map((p) => p[2][name] ?? null))];
+    }
     const steps = this.series.data[0];
     const plain = columns
       .filter((c) => c !== EVALUATION)
@@ -75,6 +84,7 @@ export class Chart {
     const columns = this.#columns();
     const data = this.#data(columns);
     this.root.classList.toggle("ortlab-empty", columns.length === 0);
+    this.root.hidden = this.kind === "evaluation" && columns.length === 0; // most runs have none
     this.root.dataset.points = String(this.series.length);
     if (width < 50) return;
     const wanted = columns.map((c) => c.name).join();
@@ -131,7 +141,7 @@ export class Chart {
   #options(columns, width) {
     const scaleOf = (c) => c.unit || "y";
     const scales = [...new Set(columns.map(scaleOf))];
-    const zeroBased = this.kind !== "loss";
+    const zeroBased = this.kind !== "loss" && this.kind !== "evaluation";
     const text = () => this.#color("--ortlab-text2");
     const line = () => this.#color("--ortlab-grid");
     const axis = (extra) => ({
@@ -239,7 +249,7 @@ export class Chart {
       return { scale, stroke, width: 1.5, dash: [5, 4], points: { show: true, size: 7, fill: stroke, stroke } };
     }
     // Few points are also drawn as dots, so that the first step is visible.
-    const few = (u, s) => u.data[s].length <= 2;
+    const few = (u, s) => u.data[s].length <= (this.kind === "evaluation" ? 50 : 2);
     // The first line is the widest, so that it stays visible below an equal one.
     return { scale, stroke, width: i ? 1.2 : 2.2, points: { show: few, size: 5, fill: stroke } };
   }

@@ -1,9 +1,9 @@
-// Live view of a run: progress, pause and stop, four charts, and the breakdown of the step time.
+// Live view of a run: progress, pause and stop, charts, and the breakdown of the step time.
 //
 // The kernel sends one custom message per update. Its JSON part:
 //   p  [message number, state, step, total steps or null, elapsed seconds, remaining seconds or null]
 //   m  bit mask of the columns in the buffer's rows; absent if there are no new rows
-//   e  [[step, loss], ...] new evaluation results
+//   e  [[step, loss, {name: score}], ...] new evaluation results
 //   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] settings
 //      changes that are new or have new figures (null if unknown); the last one of a number is valid
 //   i  the changed ones of {title, badges, lines, error, advice}; advice: settings to resume with

@@ -1,5 +1,6 @@
 // Data points of a run in the browser: columns of bounded length, thinned when full.
 
+const SCORES = 6; // as many as there are colors
 const CAPACITY = 2400; // rows; more than two per pixel of a chart
 
 /** Merges two rows in the same way as the kernel's recorder. */
@@ -18,7 +19,7 @@ export class Series {
 
   clear() {
     this.data = this.columns.map(() => []);
-    this.evaluations = []; // [step, loss]
+    this.evaluations = []; // [step, loss, {name: score}]
     this.changes = []; // of settings, by number; replaced, never modified
   }
 
@@ -92,6 +93,11 @@ export class Series {
       }
       return rate == null || timeSum <= 0 ? rate : amountSum / timeSum;
     });
+  }
+
+  /** Returns the names of the scores of evaluations. */
+  scores() {
+    return [...new Set(this.evaluations.flatMap((each) => Object.keys(each[2])))].slice(0, SCORES);
   }
 
   /** Returns whether a column has any value. */

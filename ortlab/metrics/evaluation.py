@@ -1,0 +1,132 @@
+"""Scores of a model on held-out data, and which of them are the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ortlab.metrics.recorder import NAN, Event
+from ortlab.metrics.user_metrics import UserMetrics, direction
+from ortlab.settings.training import CheckpointSettings
+
+_MOST_SHOWN = 6
+CHARTED = 6
+"""Number of scores that charts of evaluations show."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a model on held-out data.
+
+    Attributes:
+        step: Optimizer steps done.
+        loss: Mean loss over samples.
+        accuracy: Share of correct predictions; NaN if the targets are not classes.
+        metrics: The user's own metrics, by name; NaN for one that failed.
+    """
+
+    step: int
+    loss: float
+    accuracy: float = NAN
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: int, values: Mapping[str, float]) -> Evaluation:
+        """Return an evaluation from the values of its event.
+
+        Args:
+            step: Optimizer steps done.
+            values: ``loss``, ``accuracy`` and other metrics.
+        """
+        known = {"loss": NAN, "accuracy": NAN, **values}
+        return cls(step, known.pop("loss"), known.pop("accuracy"), known)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All scores by name."""
+        return {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
+
+    def __str__(self) -> str:
+        hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
+        known = [(name, value) for name, value in self.metrics.items() if not math.isnan(value)]
+        shown = known[:_MOST_SHOWN]
+        more = len(known) - len(shown)
+        others = "".join(f", {name} {value:.4g}" for name, value in shown)
+        return f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
+
+
+def scores(event: Event) -> dict[str, float]:
+    """Return the scores of an evaluation that its chart shows: all finite ones but the loss.
+
+    Args:
+        event: Event of the evaluation.
+    """
+    known = {n: v for n, v in event.values.items() if n != "loss" and math.isfinite(v)}
+    return dict(list(known.items())[:CHARTED])
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What makes one evaluation better than another.
+
+    Attributes:
+        name: Name of a score of `Evaluation.values`.
+        way: Whether the largest or the smallest value is the best.
+    """
+
+    name: str = "loss"
+    way: Literal["max", "min"] = "min"
+
+    def best(self, evaluations: Sequence[Evaluation]) -> Evaluation | None:
+        """Return the best evaluation.
+
+        Args:
+            evaluations: Evaluations of one run. Those whose score is NaN are skipped.
+
+        Returns:
+            The best evaluation, or None if there is none.
+        """
+        found = None
+        for each in evaluations:
+            if self.better(each, found):
+                found = each
+        return found
+
+    def better(self, found: Evaluation, before: Evaluation | None) -> bool:
+        """Return whether an evaluation is better than the best one so far.
+
+        Args:
+            found: The new evaluation. It is never better if its score is NaN.
+            before: The best evaluation so far; None before the first.
+
+        Returns:
+            True if `found` has the better score.
+        """
+        sign = 1 if self.way == "max" else -1
+        here = sign * found.values.get(self.name, NAN)
+        there = NAN if before is None else sign * before.values.get(self.name, NAN)
+        return not math.isnan(here) and not here <= there
+
+
+def goal(checkpoint: CheckpointSettings, metrics: UserMetrics | None = None) -> Goal:
+    """Return what the best evaluation of a run is.
+
+    Args:
+        checkpoint: Settings with ``keep_best`` and ``keep_best_mode``.
+        metrics: The user's metrics.
+
+    Raises:
+        ValueError: If it is not known whether more or less of the metric is better.
+    """
+    name = (checkpoint.keep_best or "loss").removeprefix("eval_")
+    if checkpoint.keep_best_mode != "auto":
+        return Goal(name, "max" if checkpoint.keep_best_mode == "max" else "min")
+    way = direction(name) if metrics is None else metrics.direction(name)
+    if way is None:
+        raise ValueError(
+            f"keep_best={checkpoint.keep_best!r}: say whether more or less of it is better, "
+            "with keep_best_mode='max' or 'min'"
+        )
+    return Goal(name, way)
