@@ -16,11 +16,11 @@ import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.run_folder import RunFolder
 from ortlab.history.saved_run import SavedRun
+from ortlab.metrics.evaluation import Evaluation, Goal, goal
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.session import session
 from ortlab.training import resume
 from ortlab.training.checkpoint_writer import CheckpointSchedule, CheckpointWriter
-from ortlab.training.evaluator import Evaluation, better
 from ortlab.training.run import Run
 from ortlab.utils.weak_list import Recent
 from tests.support import killing
@@ -159,28 +159,29 @@ def test_a_pause_keeps_one_once(home: Path) -> None:
 @pytest.mark.parametrize("metric", ["eval_loss", "eval_accuracy"])
 def test_the_best_stays(home: Path, metric: str) -> None:
     run = undisturbed(eval_dataset=examples(9), eval_steps=1, keep_best=metric, num_train_epochs=3)
+    wanted = goal(run.settings.checkpoint)
     found: Evaluation | None = None
     for event in run.recorder.events("eval"):
-        each = Evaluation(event.step, event.values["loss"], event.values["accuracy"])
-        if event.step and better(each, found, metric):
+        each = Evaluation.of(event.step, event.values)
+        if event.step and wanted.better(each, found):
             found = each
     assert found is not None
     assert step_of(run.folder, "best") == found.step
-    if metric == "eval_loss":
-        best = run.result().best
-        assert best is not None
-        assert best.step == found.step
+    best = run.result().best
+    assert best is not None
+    assert best.step == found.step
 
 
 def test_better() -> None:
     nan = float("nan")
     at = lambda loss, accuracy: Evaluation(1, loss, accuracy)  # noqa: E731
-    assert better(at(1.0, nan), None, "eval_loss")
-    assert better(at(1.0, nan), at(nan, nan), "eval_loss")
-    assert not better(at(nan, 0.5), None, "eval_loss")
-    assert not better(at(1.0, nan), at(1.0, nan), "eval_loss")
-    assert better(at(2.0, 0.6), at(1.0, 0.5), "eval_accuracy")
-    assert not better(at(2.0, 0.4), at(1.0, 0.5), "eval_accuracy")
+    least, most = Goal("loss", "min"), Goal("accuracy", "max")
+    assert least.better(at(1.0, nan), None)
+    assert least.better(at(1.0, nan), at(nan, nan))
+    assert not least.better(at(nan, 0.5), None)
+    assert not least.better(at(1.0, nan), at(1.0, nan))
+    assert most.better(at(2.0, 0.6), at(1.0, 0.5))
+    assert not most.better(at(2.0, 0.4), at(1.0, 0.5))
 
 
 def test_the_best_of_no_evaluation_is_refused(home: Path) -> None:

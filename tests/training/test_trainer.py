@@ -299,8 +299,11 @@ def test_accuracy_is_unknown_where_targets_are_no_classes() -> None:
     inputs = examples().tensors[0]
     data = TensorDataset(inputs, inputs[:, :3])
     stepper = Eager().prepare(network(), functional.mse_loss, chosen)
-    found = evaluator.evaluate(stepper, data_loading.batches(data, chosen, evaluation=True), step=0)
-    assert found is not None
+    held_out = data_loading.batches(data, chosen, evaluation=True)
+    measured = evaluator.evaluate(stepper, held_out, step=0)
+    assert measured is not None
+    found, told = measured
+    assert told == []
     assert found.loss > 0
     assert math.isnan(found.accuracy)
 

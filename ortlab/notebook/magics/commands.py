@@ -37,9 +37,7 @@ _COPIED = (
 )
 
 _STAGES = tuple(dict.fromkeys([*CAPTURED_STAGES, *STAGES]))
-_METRICS = Option(
-    "--metrics", "metrics of evaluations: a function, or a list or dict of them", kind="metrics"
-)
+_METRICS = Option("--metrics", "metrics of your own, one or several", kind="metrics")
 _RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {

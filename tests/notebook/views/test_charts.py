@@ -195,11 +195,19 @@ def test_a_view_sends_them_in_the_same_update(run: Still, monkeypatch: pytest.Mo
 def test_an_evaluation_is_sent_once_and_nan_is_no_number(run: Still) -> None:
     feed = Feed(run)
     run.recorder.event(Event("eval", 0, 0.1, values={"loss": 2.5, "accuracy": 0.1}))
-    assert fresh(feed).content["e"] == [[0, 2.5]]
+    assert fresh(feed).content["e"] == [[0, 2.5, {"accuracy": 0.1}]]
     run.advance(1)
-    run.recorder.event(Event("eval", 1, 0.2, values={"loss": float("nan"), "accuracy": 0.2}))
-    assert fresh(feed).content["e"] == [[1, None]]
-    assert feed.whole().content["e"] == [[0, 2.5], [1, None]]
+    values = {"loss": float("nan"), "accuracy": float("nan"), "f1": 0.2}
+    run.recorder.event(Event("eval", 1, 0.2, values=values))
+    assert fresh(feed).content["e"] == [[1, None, {"f1": 0.2}]]
+    assert feed.whole().content["e"] == [[0, 2.5, {"accuracy": 0.1}], [1, None, {"f1": 0.2}]]
+
+
+def test_a_page_gets_as_many_scores_as_its_chart_has_colors(run: Still) -> None:
+    feed = Feed(run)
+    values = {"loss": 1.0} | {f"m{i}": float(i) for i in range(9)}
+    run.recorder.event(Event("eval", 0, 0.1, values=values))
+    assert list(fresh(feed).content["e"][0][2]) == [f"m{i}" for i in range(6)]
 
 
 def change(run: Still, text: str, cost_s: float = 0.5) -> None:
