@@ -22,14 +22,14 @@ MACRO = f1_score(CLASSES, SCORES.argmax(1), average="macro")
 
 
 def found(given: Any, scores: Any = SCORES, targets: Any = CLASSES) -> tuple[Any, list[str]]:
-    """Return the values of batches of 16, 16 and 8, of the second of two evaluations."""
+    """Return the values of batches of 16, 16 and 8, after an evaluation that was broken off."""
     metrics = UserMetrics(given)
-    for _ in range(2):
-        metrics.begin()
-        for part in zip(scores.split(16), targets.split(16), strict=True):
-            metrics.add(*part)
-        values = metrics.end()
-    return values
+    metrics.begin()
+    metrics.add(scores[:16].flip(0), targets[:16])
+    metrics.begin()
+    for part in zip(scores.split(16), targets.split(16), strict=True):
+        metrics.add(*part)
+    return metrics.end()
 
 
 def hits(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class FailsLate(torchmetrics.Metric):
 
     def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
         self.seen += 1
-        if self.seen % 3 == 2:
+        if self.seen == 3:
             raise RuntimeError("the second batch")
 
     def compute(self) -> float:
