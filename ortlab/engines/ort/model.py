@@ -252,6 +252,8 @@ class OrtModel:
         self._compiled = self._compile()
         if self._backend.graphs:
             self._notes.append(f"captured again: {why}")
+        self._backend.graphs.clear()  # none of them runs again
+        self._checked, self._outside_s = None, 0.0
 
     def _checked_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fallback is not None:

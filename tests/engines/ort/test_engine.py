@@ -880,3 +880,17 @@ def test_graphs_and_sessions_go_with_the_model() -> None:
     assert reference.inner.weight.grad is not None
     del loss
     assert segments_alive() == before
+
+
+def test_graphs_that_are_captured_again_take_the_place_of_the_old_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = segments_alive()
+    wrapped = ortlab.wrap(Net(), engine="ort", cache=False)
+    found = []
+    for number in range(3):
+        monkeypatch.setenv("ORTLAB_TEST_ANY", str(number))
+        wrapped(torch.randn(3, 6)).sum().backward()
+        found.append(segments_alive() - before)
+    assert found[0] > 0
+    assert found == [found[0]] * 3
