@@ -15,10 +15,12 @@ import functools
 import gc
 import math
 import random
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from ortlab.engines.step_check import Difference
 from ortlab.engines.torch import autograd
 from ortlab.engines.torchscript import undifferentiated
 from ortlab.engines.torchscript.isolation import NotInGraph, undisturbed
+from ortlab.utils import errors
 from ortlab.utils.errors import Concise
 from ortlab.utils.rng import RandomStates
 from ortlab.utils.wording import counted
@@ -95,11 +98,14 @@ class EagerOnly(TorchFunctionMode):
 
     Attributes:
         data: Parameters whose ``.data`` forward reads, each with that tensor.
+        empty: Line of the first operation of elements that leaves none, with a gradient, but for
+            selections by a tensor's values; None without one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.empty: str | None = None
         self._made: list[weakref.ref[torch.Tensor]] = []
 
     def keeps_tensors(self) -> bool:
@@ -129,8 +135,20 @@ class EagerOnly(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if undifferentiated.is_data(func) and isinstance(args[0], nn.Parameter):
             self.data.append((args[0], result))
-        self._made += [weakref.ref(each) for each in tensors(result) if each.grad_fn is not None]
+        made = [each for each in tensors(result) if each.grad_fn is not None]
+        self._made += map(weakref.ref, made)
+        if self.empty is None and any(each.numel() == 0 for each in made):
+            given = tensors([args, dict(kwargs or {})])
+            if all(each.numel() and each.dtype != torch.bool for each in given):
+                self.empty = errors.users_line(_frames()) or func.__name__
         return result
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}

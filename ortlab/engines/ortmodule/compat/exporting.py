@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from onnx import TensorProto
 from torch.onnx import TrainingMode
 
 from ortlab.engines.ortmodule.compat import gradient_checkpointing, interop, selections
@@ -210,7 +211,8 @@ def wrong_gradient(graph: Any) -> str | None:
 
     Export rules normally replace these operators. ORT's CPU gradient of a grouped convolution
     writes out of bounds and can corrupt every gradient of the model; that of MaxPool ends in a
-    segmentation fault.
+    segmentation fault; and it leaves out what goes through a sequence of tensors, such as the parts
+    of a split whose sizes the graph computes.
 
     Args:
         graph: Exported ONNX graph.
@@ -220,7 +222,18 @@ def wrong_gradient(graph: Any) -> str | None:
         if node.op_type == "MaxPool" or (node.op_type == "Conv" and groups > 1):
             what = "grouped convolutions" if node.op_type == "Conv" else "max pooling"
             return f"ORT's gradient of {what} ('{node.name}') is wrong"
+        if node.op_type == "SequenceAt" and not _are_whole(node.output, graph):
+            return f"ORT leaves out the gradient of SequenceAt ('{node.name}')"
     return None
+
+
+def _are_whole(names: Sequence[str], graph: Any) -> bool:
+    """Return True if these values of a graph are known to be no floats."""
+    types = {each.name: each.type.tensor_type.elem_type for each in graph.value_info}
+    return all(types.get(name) in _WHOLE for name in names)
+
+
+_WHOLE = frozenset({TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL})
 
 
 def _refuse_unfit_selection(graph: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,42 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_and_decide
 
 
+class _Tracing(Listening):
+    """Mode that also leaves out squeezes of sizes other than 1, which torch's exporter takes for 1.
+
+    Args:
+        hear: As of `Listening`.
+        depends_on_sizes: Called if the graph is right only for these sizes.
+    """
+
+    def __init__(self, hear: Callable[..., None], depends_on_sizes: Callable[[], None]) -> None:
+        super().__init__(hear)
+        self._depends_on_sizes = depends_on_sizes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See `Listening`."""
+        given = (*args, *(kwargs or {}).values())
+        if func in _SQUEEZES and len(given) == 2:
+            x, dims = given
+            if not x.dim():  # a scalar has a dimension 0 to squeeze for torch, but not for ONNX
+                return x
+            dims = (dims,) if isinstance(dims, int) else tuple(dims)
+            ones = tuple(dim for dim in dims if int(x.shape[dim]) == 1)
+            if len(ones) < len(dims):
+                self._depends_on_sizes()
+                return func(x, ones) if ones else x
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_SQUEEZES = {torch.squeeze, torch.Tensor.squeeze}
+
+
 def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> list[torch.Tensor]:
     from onnxruntime.training.ortmodule import _io  # optional: onnxruntime-training
 
@@ -91,14 +127,17 @@ def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> li
 
     by_size = False
 
-    def hear(place: Place, func: Any, given: tuple[Any, ...]) -> None:
+    def depends_on_sizes() -> None:
         nonlocal by_size
+        by_size = True
+
+    def hear(place: Place, func: Any, given: tuple[Any, ...]) -> None:
         if place in _last.places:
             found.append((place, decided(func, *given)))
         elif not place[0].startswith(INSTALLED):
-            by_size = True
+            depends_on_sizes()
 
-    with undifferentiated.detached(), Listening(hear):
+    with undifferentiated.detached(), _Tracing(hear, depends_on_sizes):
         outputs = forward(module, *args)
     decisions = []
     for place, value in found:
