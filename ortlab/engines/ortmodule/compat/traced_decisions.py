@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ortlab.engines.torchscript import undifferentiated, weightless
 from ortlab.engines.torchscript.decisions import (
@@ -84,16 +85,15 @@ def with_decisions(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_and_decide
 
 
-class _Tracing(Listening):
-    """Mode that also leaves out squeezes of sizes other than 1, which torch's exporter takes for 1.
+class _Squeezes(TorchFunctionMode):
+    """Mode that leaves out squeezes of sizes other than 1, which torch's exporter takes for 1.
 
     Args:
-        hear: As of `Listening`.
         depends_on_sizes: Called if the graph is right only for these sizes.
     """
 
-    def __init__(self, hear: Callable[..., None], depends_on_sizes: Callable[[], None]) -> None:
-        super().__init__(hear)
+    def __init__(self, depends_on_sizes: Callable[[], None]) -> None:
+        super().__init__()
         self._depends_on_sizes = depends_on_sizes
 
     def __torch_function__(
@@ -103,7 +103,7 @@ class _Tracing(Listening):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """See `Listening`."""
+        """Call `func`, or return its input if there is nothing to squeeze."""
         given = (*args, *(kwargs or {}).values())
         if func in _SQUEEZES and len(given) == 2:
             x, dims = given
@@ -114,7 +114,7 @@ class _Tracing(Listening):
             if len(ones) < len(dims):
                 self._depends_on_sizes()
                 return func(x, ones) if ones else x
-        return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 _SQUEEZES = {torch.squeeze, torch.Tensor.squeeze}
@@ -137,7 +137,8 @@ def _traced(forward: Callable[..., Any], module: Any, args: Sequence[Any]) -> li
         elif not place[0].startswith(INSTALLED):
             depends_on_sizes()
 
-    with undifferentiated.detached(), _Tracing(hear, depends_on_sizes):
+    # The innermost mode is called first, by the code that reads a value.
+    with undifferentiated.detached(), _Squeezes(depends_on_sizes), Listening(hear):
         outputs = forward(module, *args)
     decisions = []
     for place, value in found:
