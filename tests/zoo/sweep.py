@@ -2,7 +2,7 @@
 
 Run ``python -m tests.zoo.sweep [pattern ...] [--engine ort] [--quick] [--all-threads]``. A pattern
 is a cell's name or a glob that matches several: ``'gpt*/0.1'``. For engine ``ortmodule`` the exit
-status is 1 when less than 98% of the cells are ok, or when a cell that is not ok was not refused.
+status is 1 when less than 93% of the cells are ok, or when a cell that is not ok was not refused.
 For engine ``ort`` it is 1 unless every cell is ok, and 95% of the cells have 95% of their compute
 nodes in ORT; for ``auto``, unless every cell is ok.
 
@@ -33,8 +33,10 @@ from typing import Any, Final
 from tests.zoo import specs
 from tests.zoo.outcome import FAILED, OK, REFUSED, WRONG, Outcome
 
-WANTED: Final = {"ortmodule": 0.98, "ort": 1.0, "auto": 1.0}
-"""Share of the cells that must be ok, by engine."""
+WANTED: Final = {"ortmodule": 0.93, "ort": 1.0, "auto": 1.0}
+"""Share of the cells that must be ok, by engine.
+
+Engine ``ortmodule`` refuses 32 of 500, whose selections might be empty and end the process."""
 
 IN_ORT: Final = 0.95
 """Share of the compute nodes in ORT that this share of the cells must reach on engine ``ort``."""
