@@ -98,14 +98,14 @@ class EagerOnly(TorchFunctionMode):
 
     Attributes:
         data: Parameters whose ``.data`` forward reads, each with that tensor.
-        empty: Line of the first operation of elements that leaves none, with a gradient, but for
-            selections by a tensor's values; None without one.
+        unfit: What forward does first of what ORT's gradients end the process or fail on, with the
+            line; None for nothing. Selections by a tensor's values are not looked at.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.data: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.empty: str | None = None
+        self.unfit: str | None = None
         self._made: list[weakref.ref[torch.Tensor]] = []
 
     def keeps_tensors(self) -> bool:
@@ -137,11 +137,27 @@ class EagerOnly(TorchFunctionMode):
             self.data.append((args[0], result))
         made = [each for each in tensors(result) if each.grad_fn is not None]
         self._made += map(weakref.ref, made)
-        if self.empty is None and any(each.numel() == 0 for each in made):
-            given = tensors([args, dict(kwargs or {})])
-            if all(each.numel() and each.dtype != torch.bool for each in given):
-                self.empty = errors.users_line(_frames()) or func.__name__
+        if self.unfit is None and (what := _unfit(func, args, dict(kwargs or {}), made)):
+            self.unfit = f"{what} ({errors.users_line(_frames()) or func.__name__})"
         return result
+
+
+def _unfit(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: Sequence[torch.Tensor],
+) -> str | None:
+    """Return what a call does that ORT's CPU gradients end the process or fail on."""
+    if made and func is nn.functional.layer_norm:
+        sizes = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+        if math.prod(sizes) == 1:
+            return "normalizes one element at a time"
+    if any(each.numel() == 0 for each in made):
+        given = tensors([args, kwargs])
+        if all(each.numel() and each.dtype != torch.bool for each in given):
+            return "leaves no element"
+    return None
 
 
 def _frames() -> Iterator[FrameType]:

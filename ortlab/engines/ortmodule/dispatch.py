@@ -837,10 +837,10 @@ class GraphDispatcher:
                 f"forward, or a hook of it, keeps a tensor that it computes{where}, which ORT's "
                 "graph would not; return it, or use engine='ort'"
             )
-        if seen.empty is not None:
+        if seen.unfit is not None:
             raise ExportFailed(
-                f"forward leaves no element ({seen.empty}), and some of ORT's CPU gradients end "
-                "the process on such tensors; use engine='ort'"
+                f"forward {seen.unfit}, and some of ORT's CPU gradients are wrong or end the "
+                "process on such sizes; use engine='ort'"
             )
         if changed:
             shapes = ", ".join(str(list(given[i].shape)) for i in changed)

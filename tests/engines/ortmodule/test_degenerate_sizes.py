@@ -81,6 +81,22 @@ def test_a_part_without_elements_is_refused_before_it_runs(empties: Function) ->
     assert trains_as_eager(empties, [(2, 1, 3), (3, 4, 3)], "auto") == "ort"
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: nn.functional.layer_norm(x[:, :, :1], (1,)),
+        lambda x: nn.functional.layer_norm(x[:, :, ::4], x[:, :, ::4].shape[-1:]),
+        nn.LayerNorm((1, 1)),
+    ],
+)
+def test_a_layer_norm_of_one_element_is_refused_before_it_runs(norm: Function) -> None:
+    """Its gradient fails in backward, or has arbitrary numbers."""
+    function = lambda x: norm(x[:, :, :1])  # noqa: E731
+    with pytest.raises(ExportFailed, match=r"normalizes one element at a time \(.*:\d+"):
+        trains_as_eager(function, [(2, 1, 3)], "ortmodule")
+    assert trains_as_eager(function, [(2, 1, 3)], "auto") == "ort"
+
+
 def test_an_empty_tensor_that_others_are_added_to_is_none() -> None:
     function = lambda x: torch.cat([x.new_zeros(0, *x.shape[1:]), x])  # noqa: E731
     assert trains_as_eager(function, [(2, 1, 3)], "ortmodule") == "ortmodule"
