@@ -247,13 +247,13 @@ def test_a_late_view_gets_the_whole(notebook: Opens, page: Page) -> None:
     wait_for_step(page, 150)
     book.run_next("charts.show(run)")
     late = page.locator(".ortlab-run").nth(1)
-    expect(late.locator("canvas")).to_have_count(4)
+    expect(late.locator("canvas")).to_have_count(5)
     assert points(late) >= 150
     ran = "() => Object.keys(globalThis).filter((name) => name.startsWith('ortlab ')).length"
     assert page.evaluate(ran) == 1, "both views are of one module, which is never let go of"
     # A page without any state, while the kernel keeps running.
     book.reload()
-    expect(page.locator(".ortlab-run canvas")).to_have_count(8)
+    expect(page.locator(".ortlab-run canvas")).to_have_count(10)
     for run in page.locator(".ortlab-run").all():
         assert points(run) >= 150
         assert step_of(run) >= 150

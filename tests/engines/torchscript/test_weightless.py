@@ -169,7 +169,7 @@ def test_only_what_is_checked_is_exported_so() -> None:
         (Net(), {"self_check": False}, False),
         (Draws(), {}, False),
     ):
-        wrapped = ortlab.wrap(model.train(), cache=False, **settings)
+        wrapped = ortlab.wrap(model.train(), engine="ortmodule", cache=False, **settings)
         wrapped(x)
         assert [each.weightless for each in execution_of(wrapped).exports()] == [expected]
 

@@ -105,10 +105,7 @@ def test_an_edit_shows_its_cost_before_it_is_applied(run: Run) -> None:
     ]
     assert page.standing["cost"].startswith("rebuild: ")
     assert page.standing["line"] == "run.apply(precision='bf16', learning_rate=0.5)"
-    assert (
-        page.standing["memory"]
-        == "no prediction: engine 'eager' has made no graph of the model"
-    )
+    assert page.standing["memory"] == "no prediction: engine 'eager' has made no graph of the model"
     assert run.current_settings.optim.learning_rate == 5e-5
     page.send("edit")
     assert not page.standing["pending"]
