@@ -291,7 +291,7 @@ def test_drop_path_trains_in_todays_onnxruntime_with_the_draws_of_torch(
     wrapped = ortlab.wrap(copy.deepcopy(reference))
     found = in_eager_and_in(wrapped, reference)
     for ours, theirs in zip(found[:3], found[3:], strict=True):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     report = wrapped_model(wrapped).report()
     assert report.engine_used == "ort"
     assert "draws random numbers besides dropout" in (report.fallback_reason or "")
