@@ -16,11 +16,11 @@ import gc
 import math
 import random
 import sys
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -138,7 +138,8 @@ class EagerOnly(TorchFunctionMode):
         made = [each for each in tensors(result) if each.grad_fn is not None]
         self._made += map(weakref.ref, made)
         if self.unfit is None and (what := _unfit(func, args, dict(kwargs or {}), made)):
-            self.unfit = f"{what} ({errors.users_line(_frames()) or func.__name__})"
+            frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+            self.unfit = f"{what} ({errors.users_line(frames) or func.__name__})"
         return result
 
 
@@ -158,13 +159,6 @@ def _unfit(
         if all(each.numel() and each.dtype != torch.bool for each in given):
             return "leaves no element"
     return None
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 _HOOKING = {torch.Tensor.register_hook, torch.Tensor.retain_grad}

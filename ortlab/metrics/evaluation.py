@@ -11,9 +11,8 @@ from ortlab.metrics.recorder import NAN, Event
 from ortlab.metrics.user_metrics import UserMetrics, direction
 from ortlab.settings.training import CheckpointSettings
 
-_MOST_SHOWN = 6
-CHARTED = 6
-"""Number of scores that charts of evaluations show."""
+SHOWN = 6
+"""Number of scores that charts and lines of text show."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Evaluation:
     def __str__(self) -> str:
         hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
         known = [(name, value) for name, value in self.metrics.items() if not math.isnan(value)]
-        shown = known[:_MOST_SHOWN]
+        shown = known[:SHOWN]
         more = len(known) - len(shown)
         others = "".join(f", {name} {value:.4g}" for name, value in shown)
         return f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
@@ -64,12 +63,12 @@ def scores(event: Event) -> dict[str, float]:
         event: Event of the evaluation.
     """
     known = {n: v for n, v in event.values.items() if n != "loss" and math.isfinite(v)}
-    return dict(list(known.items())[:CHARTED])
+    return dict(list(known.items())[:SHOWN])
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What makes one evaluation better than another.
+    """Criterion by which the evaluations of a run are compared.
 
     Attributes:
         name: Name of a score of `Evaluation.values`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -12,18 +13,20 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch.nn import functional
 
-NAN = float("nan")
+from ortlab.metrics.recorder import NAN
 
 MOST = 100
 """Number of values of one evaluation that are kept."""
 
 _PADDING = -100
 _TARGET_NAMES = ("y_true", "target", "targets", "labels", "references")
-_UP = (
-    *("acc", "auc", "auroc", "bleu", "dice", "f1", "iou", "jaccard", "kappa", "map", "matthews"),
-    *("mcc", "precision", "r2", "recall", "rouge", "score", "specificity"),
-)
-_DOWN = ("cer", "distance", "error", "loss", "mae", "mape", "mse", "perplexity", "rmse", "wer")
+_WORDS = re.compile(r"[A-Z]*[a-z]+\d*|[A-Z]+\d*")
+"""A word of a name such as "f1_macro" or "MulticlassF1Score"."""
+_UP = {
+    *("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "jaccard", "kappa", "map"),
+    *("matthews", "mcc", "precision", "r2", "recall", "rouge", "score", "specificity"),
+}
+_DOWN = {"cer", "distance", "error", "loss", "mae", "mape", "mse", "perplexity", "rmse", "wer"}
 
 
 class StreamingMetric(Protocol):
@@ -54,7 +57,7 @@ Metrics: TypeAlias = (
     | Iterable[MetricFunction | StreamingMetric]
     | Mapping[str, MetricFunction | StreamingMetric]
 )
-"""What ``metrics=`` accepts."""
+"""Type of the argument ``metrics`` of `ortlab.api.finetune`."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,11 @@ def direction(name: str) -> Literal["max", "min"] | None:
     Args:
         name: Name of the metric, such as "f1_macro" or "MulticlassF1Score".
     """
-    low = name.lower()
-    for words, way in ((_DOWN, "min"), (_UP, "max")):
-        if any(word in low for word in words):
-            return "min" if way == "min" else "max"
-    return None
+    words = {each.lower() for each in _WORDS.findall(name)}
+    words |= {each.rstrip("0123456789") for each in words}  # rouge2
+    if words & _DOWN:
+        return "min"
+    return "max" if words & _UP else None
 
 
 def _named(given: Metrics) -> list[_Metric]:

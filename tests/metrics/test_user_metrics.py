@@ -175,3 +175,7 @@ def test_which_way_is_better() -> None:
     names = ("own", "other", "f1_macro", "val_loss", "rmse", "wer", "R2", "mystery")
     ways = ("min", "max", "max", "min", "min", "min", "max", None)
     assert tuple(map(metrics.direction, names)) == ways
+    names = ("answer_f1", "power", "MulticlassF1Score", "MeanSquaredError", "rouge2", "rougeL")
+    assert tuple(map(metrics.direction, names)) == ("max", None, "max", "min", "max", "max")
+    assert metrics.direction("MulticlassAUROC") == "max"
+    assert metrics.direction("brier_score_loss") == "min"

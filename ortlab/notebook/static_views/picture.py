@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab.metrics import rank_metrics
-from ortlab.metrics.evaluation import CHARTED, scores
+from ortlab.metrics.evaluation import SHOWN, scores
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import drawing, plain_text, rank_picture
@@ -64,7 +64,7 @@ def png(watched: Watched) -> bytes:
     # All positions are fixed, in inches from the bottom: a layout engine would draw it twice.
     standing = rank_metrics.standing(watched.recorder, rank_metrics.trained_under(watched))
     below = BELOW_IN + rank_picture.height_in(standing)
-    scored = scores_of(watched.recorder)
+    scored = _scored(watched.recorder)
     charts_in = (3 if scored else 2) * CHART_IN
     width, height = WIDTH_IN, below + charts_in + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
@@ -271,17 +271,13 @@ def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
     )
 
 
-def scores_of(recorder: Recorder) -> dict[str, list[tuple[int, float]]]:
-    """Return the steps and values of the scores of evaluations, by name.
-
-    Args:
-        recorder: Recorder of the run.
-    """
+def _scored(recorder: Recorder) -> dict[str, list[tuple[int, float]]]:
+    """Return the steps and values of the scores of evaluations, by name."""
     found: dict[str, list[tuple[int, float]]] = {}
     for event in recorder.events("eval"):
         for name, value in scores(event).items():
             found.setdefault(name, []).append((event.step, value))
-    return dict(list(found.items())[:CHARTED])
+    return dict(list(found.items())[:SHOWN])
 
 
 def _draw_scores(axes: Axes, scored: dict[str, list[tuple[int, float]]]) -> None:
