@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ortlab
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.ortmodule import dispatch
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from tests.support.needed_engines import needs
 
@@ -65,6 +66,15 @@ def trains_as_eager(function: Function, shapes: list[tuple[int, ...]], engine: s
 def test_a_squeeze_of_a_size_that_is_not_1(squeeze: Function) -> None:
     shapes = [(2, 5, 3), (1, 5, 3), (2, 1, 3), (1, 1, 3)]
     assert trains_as_eager(squeeze, shapes, "ortmodule") == "ortmodule"
+
+
+def test_a_squeeze_of_other_sizes_is_checked_when_no_checks_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "_MOST_CHECKS", 0)
+    shapes = [(2, 5, 3), (2, 6, 3), (2, 7, 3), (2, 1, 3)]
+    function = lambda x: x.squeeze(1)[:, :2]  # noqa: E731
+    assert trains_as_eager(function, shapes, "ortmodule") == "ortmodule"
 
 
 @pytest.mark.parametrize(
