@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     )
     from ortlab.data import squad
     from ortlab.orttrainer import ORTTrainer, ORTTrainerOptions
+    from ortlab.training.callback import Callback
     from ortlab.training.run import Run
 
     last_run: Run | None
 
 __all__ = [
+    "Callback",
     "ORTTrainer",
     "ORTTrainerOptions",
     "__version__",
@@ -105,6 +107,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ortlab.session").session.last_run
     if name in ("ORTTrainer", "ORTTrainerOptions"):
         return getattr(importlib.import_module("ortlab.orttrainer"), name)
+    if name == "Callback":
+        return importlib.import_module("ortlab.training.callback").Callback
     if name in __all__:
         return getattr(importlib.import_module("ortlab.api"), name)
     raise AttributeError(f"module 'ortlab' has no attribute {name!r}")

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         RaceKeywords,
         TuneKeywords,
     )
+    from ortlab.training.callbacks import Callbacks
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
     from ortlab.utils.findings import Finding
@@ -424,6 +425,7 @@ def finetune(
     eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
     metrics: Metrics | None = None,
+    callbacks: Callbacks | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
     **settings: Unpack[FinetuneKeywords],
@@ -447,6 +449,8 @@ def finetune(
             such as logits of shape [samples, classes], of all of ``eval_dataset``; scikit-learn's
             ``y_pred`` gets the classes. ``keep_best="f1"`` keeps the best checkpoint by one of
             them. A metric that raises is left out with a warning.
+        callbacks: One or several objects with some of the methods of `ortlab.Callback`, such as
+            ``on_evaluate(run)``, which the run calls between two steps.
         resume_from: A checkpoint file (``run.checkpoint()`` writes one, and every run saves
             ``checkpoints/final.safetensors`` in its folder when it ends), or a run by its name,
             number or folder, whose newest intact checkpoint is used. The new run uses the same
@@ -478,6 +482,7 @@ def finetune(
         eval_dataset=eval_dataset,
         loss=loss,
         metrics=metrics,
+        callbacks=callbacks,
         resume_from=resume_from,
         hold=hold,
         **settings,
@@ -494,6 +499,7 @@ def resume(
     eval_dataset: Iterable[Any] | None = None,
     loss: str | LossFunction | None = None,
     metrics: Metrics | None = None,
+    callbacks: Callbacks | None = None,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Resume a paused run, or continue a saved run that did not finish.
@@ -509,6 +515,7 @@ def resume(
         eval_dataset: Evaluation data; None as for `model`.
         loss: Loss function or its name; None as for `model`.
         metrics: Metrics of your own; None as for `model`.
+        callbacks: Callbacks; None as for `model`.
         **settings: Settings to change, such as ``engine="eager"``.
 
     Returns:
@@ -523,7 +530,14 @@ def resume(
         >>> result = await run
     """
     return session.resume(
-        run, model, train, eval_dataset=eval_dataset, loss=loss, metrics=metrics, **settings
+        run,
+        model,
+        train,
+        eval_dataset=eval_dataset,
+        loss=loss,
+        metrics=metrics,
+        callbacks=callbacks,
+        **settings,
     )
 
 

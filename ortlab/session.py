@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ortlab.metrics.user_metrics import Metrics
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
+    from ortlab.training.callbacks import Callbacks
     from ortlab.training.run import Run
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
     from ortlab.training.start import RemoteStepper, RunRequest
@@ -354,6 +355,7 @@ class Session:
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
         **settings: Any,
@@ -376,6 +378,7 @@ class Session:
                 eval_dataset=eval_dataset,
                 loss=loss,
                 metrics=metrics,
+                callbacks=callbacks,
                 begin=begin,
                 hold=hold,
                 settings=settings,
@@ -391,6 +394,7 @@ class Session:
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.resume`."""
@@ -407,6 +411,7 @@ class Session:
             "eval_dataset": eval_dataset,
             "loss": loss,
             "metrics": metrics,
+            "callbacks": callbacks,
         }
         name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
@@ -432,6 +437,7 @@ class Session:
                 eval_dataset=found["eval_dataset"],
                 loss=found["loss"],
                 metrics=found["metrics"],
+                callbacks=found["callbacks"],
                 begin=begin,
                 earlier=earlier,
                 settings=settings,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from ortlab.settings import FinetuneSettings, OptimSettings
+from ortlab.settings import CheckpointSettings, FinetuneSettings, OptimSettings
 
 if TYPE_CHECKING:
     from torch import nn
 
 _DROPPED = (
-    *("engine", "workers", "isolated", "device", "save_steps", "eval_steps"),
-    *("checkpoint_minutes", "keep_checkpoints", "keep_best"),
+    *("engine", "workers", "isolated", "device"),
+    *CheckpointSettings.declarations(),
 )
 """Settings that have no effect on the steps of the script."""
 
@@ -77,7 +77,7 @@ def _constants(settings: FinetuneSettings, steps: int | None) -> list[str]:
 
     data, optim = settings.data, settings.optim
     constants = {
-        "EPOCHS": settings.limits.num_train_epochs,
+        "EPOCHS": settings.limits.num_train_epochs if settings.limits.max_steps is None else None,
         "STEPS": steps,
         "BATCH_SIZE": data.batch_size,
         "ACCUMULATION": data.gradient_accumulation_steps,
@@ -182,6 +182,7 @@ def main(settings: FinetuneSettings) -> str:
 
 
 _COMMENTS = {
+    "EPOCHS": "  # passes over the data; None: as many as STEPS take",
     "STEPS": "  # optimizer steps in total; None: until the data ends",
     "BATCH_SIZE": "  # samples of a micro-batch, summed over all processes",
     "ACCUMULATION": "  # micro-batches per optimizer step",
@@ -322,8 +323,8 @@ _LOOP = """\
     own_random = torch.get_rng_state()
     torch.default_generator.manual_seed(SEED)
     step = 0
-    for epoch in range(EPOCHS):
-        batches = micro_batches(epoch)
+    for epoch in itertools.count() if EPOCHS is None else range(EPOCHS):
+        batches, before = micro_batches(epoch), step
         while step != STEPS and (micro := list(itertools.islice(batches, ACCUMULATION))):
             data_random = torch.get_rng_state()
             torch.set_rng_state(own_random)
@@ -339,6 +340,8 @@ BACKWARD                total += loss.detach() * part
 UPDATE            step += 1
             if rank == 0:
                 print(f"step {step} loss {float(total):.9g}", flush=True)
+        if step in (STEPS, before):
+            break
 SAVE    dist.barrier()  # no process exits while another is still working
     # Drop all references to the process group now: it cannot shut down cleanly at interpreter exit.
     del HOLDERS

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ortlab.metrics.recorder import NAN, Event
+from ortlab.metrics.recorder import NAN, Event, Recorder
 from ortlab.metrics.user_metrics import UserMetrics, direction
 from ortlab.settings.training import CheckpointSettings
 
@@ -56,6 +56,15 @@ class Evaluation:
         return f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
 
 
+def evaluations_of(recorder: Recorder) -> list[Evaluation]:
+    """Return the evaluations of a run so far, the first one first.
+
+    Args:
+        recorder: Recorder of the run.
+    """
+    return [Evaluation.of(event.step, event.values) for event in recorder.events("eval")]
+
+
 def scores(event: Event) -> dict[str, float]:
     """Return the scores of an evaluation that its chart shows: all finite ones but the loss.
 
@@ -93,20 +102,43 @@ class Goal:
                 found = each
         return found
 
-    def better(self, found: Evaluation, before: Evaluation | None) -> bool:
+    def better(
+        self, found: Evaluation, before: Evaluation | None, *, threshold: float = 0.0
+    ) -> bool:
         """Return whether an evaluation is better than the best one so far.
 
         Args:
             found: The new evaluation. It is never better if its score is NaN.
             before: The best evaluation so far; None before the first.
+            threshold: Improvement that counts as better, in units of the score.
 
         Returns:
             True if `found` has the better score.
         """
-        sign = 1 if self.way == "max" else -1
-        here = sign * found.values.get(self.name, NAN)
-        there = NAN if before is None else sign * before.values.get(self.name, NAN)
-        return not math.isnan(here) and not here <= there
+        here = self._score(found)
+        there = NAN if before is None else self._score(before)
+        return not math.isnan(here) and not here <= there + threshold
+
+    def since_best(self, evaluations: Sequence[Evaluation], threshold: float = 0.0) -> int:
+        """Return the number of evaluations after the best one.
+
+        Args:
+            evaluations: Evaluations of one run.
+            threshold: Improvement that counts as better, in units of the score.
+
+        Returns:
+            0 if the last evaluation is the best one, or there is none.
+        """
+        best, since = None, 0
+        for each in evaluations:
+            since += 1
+            if self.better(each, best, threshold=threshold):
+                best, since = each, 0
+        return since
+
+    def _score(self, evaluation: Evaluation) -> float:
+        """Return the score, negative where less is better."""
+        return (1 if self.way == "max" else -1) * evaluation.values.get(self.name, NAN)
 
 
 def goal(checkpoint: CheckpointSettings, metrics: UserMetrics | None = None) -> Goal:

@@ -222,8 +222,8 @@ class EngineSettings(Settings):
         panel=True,
         common=True,
         help="activations to recompute in the backward pass instead of storing them: off, layers "
-        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of ORTModule "
-        "such as BiasGelu+:1:-1; separate several with commas",
+        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of %ort "
+        "recompute, joined by commas",
     )
     activation_budget: float = setting(
         1.0,

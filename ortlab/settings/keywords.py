@@ -84,6 +84,8 @@ class FinetuneKeywords(TypedDict, total=False):
     keep_checkpoints: int
     keep_best: str | None
     keep_best_mode: Literal["auto", "max", "min"]
+    early_stopping_patience: int | None
+    early_stopping_threshold: float
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"]
     opset: int
     shape_inference: bool

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, TypedDict
 
 from ortlab.settings.choices import ENGINES, PRECISIONS, SAME_ENGINE
 from ortlab.settings.declaration import Declaration, Settings, setting, unknown_setting
-from ortlab.settings.training import FinetuneSettings
+from ortlab.settings.training import CheckpointSettings, FinetuneSettings
 
 
 class Parallel(TypedDict):
@@ -28,8 +28,7 @@ class SearchSettings(Settings):
         *("param_dtype", "offload_optimizer"),  # supported by only some set-ups
         # It is not a run: its data is endless and its learning rate constant.
         *("num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
-        *("eval_steps", "save_steps", "checkpoint_minutes", "keep_checkpoints"),
-        *("keep_best", "keep_best_mode"),
+        *CheckpointSettings.declarations(),
     )
     """Settings of `FinetuneSettings` that are not accepted."""
 

@@ -25,7 +25,10 @@ class LimitSettings(Settings):
         help="passes over the training data",
     )
     max_steps: int | None = setting(
-        None, minimum=1, common=True, help="maximum number of optimizer steps"
+        None,
+        minimum=1,
+        common=True,
+        help="number of optimizer steps, however many epochs that is",
     )
 
 
@@ -209,6 +212,16 @@ class CheckpointSettings(Settings):
         "auto",
         choices=("auto", "max", "min"),
         help="whether more (max) or less (min) of that metric is better; auto goes by its name",
+    )
+    early_stopping_patience: int | None = setting(
+        None,
+        minimum=1,
+        unit="evaluations",
+        help="end the run after N evaluations in a row without a better one, by the metric of "
+        "keep_best or, without it, the loss",
+    )
+    early_stopping_threshold: float = setting(
+        0.0, minimum=0, help="improvement that counts as better for early_stopping_patience"
     )
 
 

@@ -71,16 +71,17 @@ def check_best(
         metrics: The user's metrics.
 
     Raises:
-        ValueError: If ``keep_best`` has nothing to compare, or if there are metrics without
-            evaluation data.
+        ValueError: If ``keep_best`` or ``early_stopping_patience`` has nothing to compare, or if
+            there are metrics without evaluation data.
     """
     if metrics is not None and not evaluates:
         raise ValueError("metrics are computed in evaluations: pass eval_dataset, too")
-    if checkpoint.keep_best and not evaluates:
-        raise ValueError(
-            f"keep_best={checkpoint.keep_best!r} needs evaluations, but the run has none; pass "
-            "eval_dataset, or leave keep_best out"
-        )
+    for name in ("keep_best", "early_stopping_patience"):
+        if checkpoint[name] and not evaluates:
+            raise ValueError(
+                f"{name}={checkpoint[name]!r} needs evaluations, but the run has none; pass "
+                f"eval_dataset, or leave {name} out"
+            )
     goal(checkpoint, metrics)
 
 

@@ -94,6 +94,8 @@ class CheckpointWriter:
     def __init__(
         self, folder: RunFolder, *, first: Callable[[], object], tell: Callable[[str, str], object]
     ) -> None:
+        self.written = 0
+        """Number of checkpoints that were written."""
         self._folder = folder
         self._first = first
         self._tell = tell
@@ -206,6 +208,7 @@ class CheckpointWriter:
         if self._trouble is not None:
             self._trouble = None
             self._tell("note", f"checkpoints are saved again: {place.name}")
+        self.written += 1
         if name == LAST:
             self._last = [path for path in self._last if path != place] + [place]
             self.trim(many)

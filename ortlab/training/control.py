@@ -23,8 +23,8 @@ class PauseReason:
 
     ``where`` and ``hint`` complete "it waits ...: ...". ``what`` names the failure in a few words.
     ``advice`` are the settings to resume with. ``skips`` is True if the run can skip the data of
-    the step, or the evaluation. ``passes`` is True if the run resumes by itself when the data comes
-    that it is reading.
+    the step, the evaluation or the callback. ``passes`` is True if the run resumes by itself when
+    the data comes that it is reading, or the callback returns.
     """
 
     error: Exception
@@ -113,9 +113,12 @@ class Control:
         self.held: PauseReason | None = None
         """Reason of a pause that nobody asked for; None without one."""
         self.reading_since: float | None = None
-        """Start of the current read of data, on the clock of `time.perf_counter`; else None."""
+        """Start of the current read of data or call of a callback, on the clock of
+        `time.perf_counter`; else None."""
         self.reads_held_out = False
         """True if the current read is of held-out data."""
+        self.calling: str | None = None
+        """Callback that the loop waits for, as "Class.on_step_end"; None if it calls none."""
         self.abandoned = False
         """True if the loop was left in a read of data: it ends there, whenever the data comes."""
         self._in_read = threading.Lock()  # its owner finds the loop in a read, and keeps it there
@@ -174,6 +177,20 @@ class Control:
                 yield
         finally:
             self.reads_held_out = False
+
+    @contextlib.contextmanager
+    def calling_back(self, name: str) -> Iterator[None]:
+        """Mark a call of a callback, which may take any time, as `reading` does for data.
+
+        Args:
+            name: The callback and its method.
+        """
+        self.calling = name
+        try:
+            with self.reading():
+                yield
+        finally:
+            self.calling = None
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

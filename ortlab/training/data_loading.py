@@ -219,7 +219,8 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
             "of batches, as in DataLoader(TensorDataset(inputs, targets), batch_size=16)"
         )
     length = length_of(data)
-    once = settings.limits.num_train_epochs == 1 and not evaluation
+    limits = settings.limits
+    once = not evaluation and (limits.num_train_epochs == 1 or limits.max_steps is not None)
     if length == 0:
         raise ValueError(f"the data is empty: the {type(data).__name__} has no elements")
     if made_of_samples:

@@ -10,7 +10,7 @@ import torch
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Stepper, StepperLost
-from ortlab.metrics.evaluation import Evaluation, goal
+from ortlab.metrics.evaluation import Evaluation, evaluations_of, goal
 from ortlab.metrics.recorder import NAN
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings.declaration import unknown_name
@@ -91,6 +91,7 @@ class Evaluator:
         keep_best: Receives the checkpoint of each evaluation that is better than all before.
         best: Best evaluation before this run.
         metrics: The user's metrics.
+        after: Called after each evaluation.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Evaluator:
         keep_best: Callable[[Checkpoint], object] = lambda _: None,
         best: Evaluation | None = None,
         metrics: UserMetrics | None = None,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         self._metrics = metrics
+        self._after = after
         self._told: set[str] = set()  # what failed in the user's metrics, which is told once
         self._state = state
         self._data = data
@@ -134,6 +137,25 @@ class Evaluator:
                 f"the held-out loss is {found.loss} at step {state.step}; look for NaN in the "
                 "evaluation data, or in the model's outputs in evaluation mode",
             )
+        self._stop_early()
+        self._after()
+
+    def _stop_early(self) -> None:
+        """End the run if the evaluations since the best one are as many as the patience."""
+        state, settings = self._state, self._state.settings.checkpoint
+        patience = settings.early_stopping_patience
+        if patience is None or state.done:
+            return
+        wanted = goal(settings, self._metrics)
+        # As for the best checkpoint, the evaluation before the first step does not count.
+        found = [each for each in evaluations_of(state.recorder) if each.step]
+        if wanted.since_best(found, settings.early_stopping_threshold) >= patience:
+            state.stopped_early = True
+            best = wanted.best(found)
+            told = f"{wanted.name} has not improved for {patience} evaluations"
+            if best is not None:
+                told += f"; best {best.values[wanted.name]:.4g} at step {best.step}"
+            state.tell("note", f"early stopping at step {state.step}: {told}")
 
     def _see_the_best(self, found: Evaluation) -> None:
         """Report the checkpoint if this evaluation is the best so far."""

@@ -1,4 +1,4 @@
-"""Failures that need not end a run: data that raises, values that are not finite, low memory."""
+"""Failures that need not end a run: data or callbacks that raise, NaN, low memory."""
 
 from __future__ import annotations
 
@@ -275,6 +275,27 @@ class FailureHandler:
             self._state.evaluated = self._state.step
             return False
         return True
+
+    # ---- callbacks -----------------------------------------------------------------------------
+
+    def callback_failed(self, error: Exception, name: str) -> bool:
+        """Pause a run whose callback raised an exception.
+
+        Args:
+            error: The exception.
+            name: The callback and its method.
+
+        Returns:
+            True if the callback is to be called no more.
+
+        Raises:
+            Exception: `error` if nobody could resume the run.
+        """
+        error.add_note(f"the callback {name} raised this after step {self._state.step}")
+        hint = "run.resume() goes on; run.resume(skip=True) goes on without this callback"
+        what = f"the callback {name} failed"
+        self.pause(PauseReason(error, "after step {step}", hint, what, skips=True))
+        return self._control.skipping
 
     # ---- values that are not finite ------------------------------------------------------------
 

@@ -14,12 +14,14 @@ from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
+from ortlab.metrics.evaluation import Evaluation, evaluations_of
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import Recorder, State, Status, Watched
+from ortlab.metrics.recorder import NAN, Recorder, State, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
+from ortlab.training.callbacks import Callbacks, RunCallbacks
 from ortlab.training.control import ChangeRequest, Control
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Earlier
@@ -28,7 +30,7 @@ from ortlab.training.run_record import RunRecord
 from ortlab.training.run_result import RunResult
 from ortlab.training.run_view import RunView
 from ortlab.training.run_worker import RunWork, RunWorker
-from ortlab.training.schedule import check_schedule, total_steps
+from ortlab.training.schedule import check_schedule, length_note, total_steps
 from ortlab.utils.interrupts import until
 from ortlab.utils.tables import Table
 
@@ -58,10 +60,11 @@ class Run(StoredRun):
         warnings: Warnings about the start of the run, shown to the user.
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
         earlier: Run of `begin`, if this run includes its metrics.
-        names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss`` and ``metrics``,
-            by which `ortlab.resume` finds them again.
+        names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss``, ``metrics`` and
+            ``callbacks``, by which `ortlab.resume` finds them again.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
         metrics: The user's metrics, computed in each evaluation.
+        callbacks: The user's callbacks, which are called with this run.
         faults: Treatment of failures. With ``waits``, a failure that need not end the run pauses it
             until `resume` or `stop`, and data that hangs pauses it until the data comes.
 
@@ -90,6 +93,7 @@ class Run(StoredRun):
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
         metrics: UserMetrics | None = None,
+        callbacks: Callbacks | None = None,
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
     ) -> None:
         batches = data_loading.batches(train, settings)
@@ -99,8 +103,10 @@ class Run(StoredRun):
         place = None if begin is None else training_state.place(begin, batches, settings)
         self._evaluates = held_out is not None
         setting_changes.check_best(settings.checkpoint, evaluates=self._evaluates, metrics=metrics)
+        called = RunCallbacks(callbacks, self)
         total = total_steps(batches, settings, place)
         check_schedule(total, settings.optim)
+        length = length_note(batches, settings)
         self.settings = settings
         """Settings that the run began with."""
         self.fixed: Mapping[str, str] = setting_changes.fixed(batches)
@@ -125,8 +131,8 @@ class Run(StoredRun):
             self._progress, self._record, warnings=warnings, choice=choice, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
-        told += [("note", choice)] if choice else []
-        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics)
+        told += [("note", note) for note in (choice, length) if note]
+        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
     @property
@@ -173,6 +179,17 @@ class Run(StoredRun):
     def step(self) -> int:
         """Optimizer steps done; after a loss of workers, those of the last checkpoint."""
         return self._progress.step
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last step; NaN before the first."""
+        last = self.recorder.last
+        return float(last.loss) if last else NAN
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """Evaluations so far, the first one first."""
+        return evaluations_of(self.recorder)
 
     @property
     def engine_asked(self) -> str:
@@ -236,11 +253,12 @@ class Run(StoredRun):
         """Resume a run that was paused, by the user or by a failure.
 
         Data that failed is read again from the end of the last step, in the same order. An
-        evaluation that failed is made again.
+        evaluation that failed is made again. A callback that failed is called again at its next
+        event.
 
         Args:
             skip: Skip the samples of the step in which the data failed, or the evaluation that
-                failed.
+                failed; call a callback that failed no more.
             **changes: Settings to change first, as in `apply`.
 
         Raises:
@@ -249,8 +267,8 @@ class Run(StoredRun):
         held = self._control.held
         if skip and not (held is not None and held.skips):
             raise ValueError(
-                "skip=True skips samples of a Dataset that could not be read, or an evaluation "
-                f"that failed, but neither of these paused {self.name}; use run.resume()"
+                "skip=True skips samples of a Dataset that could not be read, an evaluation or a "
+                f"callback that failed, but none of these paused {self.name}; use run.resume()"
             )
         if changes:
             self.apply(**changes)
@@ -280,13 +298,9 @@ class Run(StoredRun):
             RuntimeError: If the file cannot be written, or the run failed before it began.
         """
         self._check_started()
-        if threading.current_thread() is self._worker.thread:
-            raise RuntimeError(
-                f"{self.name} cannot wait for its own checkpoint; call this from another thread"
-            )
         final = self._folder.checkpoint_path("final")
         try:
-            taken = self._control.checkpoint().result()
+            taken = self._worker.checkpoint()
         except concurrent.futures.CancelledError:
             self._worker.over.wait()
             if (unsaved := self._record.unsaved) is not None:
@@ -381,6 +395,8 @@ class Run(StoredRun):
             BaseException: The error that ended the run, or that paused it.
         """
         self._check_started()
+        if threading.current_thread() is self._worker.thread:
+            raise RuntimeError(f"{self.name} cannot wait for itself; a callback uses run.so_far()")
         while True:
             try:
                 if not self._control.settled.wait(timeout):

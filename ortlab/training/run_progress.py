@@ -81,7 +81,9 @@ class RunProgress:
 
     @property
     def reading(self) -> str:
-        """Data that the loop waits for, in words."""
+        """Data or callback that the loop waits for, in words."""
+        if self.control.calling is not None:
+            return f"the callback {self.control.calling}"
         if self.control.reads_held_out:
             return f"the held-out data after step {self.step}"
         return f"the data of step {self.step + 1}"

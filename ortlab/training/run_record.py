@@ -13,7 +13,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_folder import RunFolder
-from ortlab.metrics.evaluation import Evaluation, Goal, goal
+from ortlab.metrics.evaluation import Evaluation, Goal, evaluations_of, goal
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.training.checkpoint_writer import CheckpointWriter
@@ -160,7 +160,7 @@ class RunRecord:
         Returns:
             The evaluations, the first one first.
         """
-        return [Evaluation.of(event.step, event.values) for event in self.recorder.events("eval")]
+        return evaluations_of(self.recorder)
 
     @property
     def loss_scale(self) -> float:

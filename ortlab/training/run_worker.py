@@ -19,13 +19,14 @@ from ortlab.engines.torch.stepper import training_device
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice
-from ortlab.training.control import PauseReason
+from ortlab.training.callbacks import RunCallbacks, called
+from ortlab.training.control import Abandoned, PauseReason
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.run_progress import SLOW_READ_S, RunProgress
 from ortlab.training.run_record import RunRecord
 from ortlab.training.trainer import Trainer
 from ortlab.utils import at_exit
-from ortlab.utils.errors import forget_locals, shorten, users_line
+from ortlab.utils.errors import forget_locals, message, shorten, users_line
 from ortlab.utils.interrupts import end_in_order, ends_already
 from ortlab.utils.threads import Thread, trim
 
@@ -49,6 +50,7 @@ class RunWork:
     faults: FailurePolicy
     begin: Checkpoint | None = None
     metrics: UserMetrics | None = None
+    callbacks: RunCallbacks | None = None
     heard: Stepper | None = None
 
 
@@ -81,6 +83,7 @@ class RunWorker:
         self._control = progress.control
         self._told = tuple(told)
         self._earlier_s = (0.0, 0.0)  # export and self-check of the run's earlier engines
+        self._kept_state = False
         self._watching: threading.Thread | None = None
         self._trained = threading.Event()
         self._stopping: threading.Thread | None = None
@@ -112,6 +115,17 @@ class RunWorker:
                 self._stopping = Thread(self._see_to_the_end, name=f"ortlab-stop-{self._name}")
                 self._stopping.start()
 
+    def checkpoint(self) -> Checkpoint:
+        """Return the state after the step in flight; in a callback, that after the last step.
+
+        Raises:
+            concurrent.futures.CancelledError: If the run ends before.
+        """
+        trainer = self._progress.trainer
+        if trainer is not None and threading.current_thread() is self.thread:
+            return trainer.checkpoint()
+        return self._control.checkpoint().result()
+
     # ---- training ------------------------------------------------------------------------------
 
     def _drive(self) -> None:
@@ -125,7 +139,8 @@ class RunWorker:
             if self._control.abandoned:
                 return  # the thread that abandoned it ends the run
             self._fail(error)
-        self._end()
+        with contextlib.suppress(Abandoned):  # left in a callback: another thread ends the run
+            self._end()
 
     def _train(self) -> None:
         work, progress = self._work, self._progress
@@ -169,6 +184,8 @@ class RunWorker:
             keep_best=record.checkpoints.keep_best,
             best=earlier.carry_best(record.folder) if earlier else None,
             metrics=work.metrics,
+            callbacks=work.callbacks,
+            written=lambda: record.checkpoints.written,
             faults=work.faults,
         )
 
@@ -225,11 +242,11 @@ class RunWorker:
     # ---- data that does not come ---------------------------------------------------------------
 
     def _watch_data(self) -> None:
-        """Save a checkpoint when data is late, and pause the run when it hangs."""
+        """Save a checkpoint when data or a callback is late, and pause the run when it hangs."""
         kept = told = held = None  # starts of the reads for which that was done
         while not self._trained.wait(SLOW_READ_S / 2):
             since, work, trainer = self._control.reading_since, self._work, self._progress.trainer
-            if since is None or work is None or trainer is None:
+            if since is None or work is None or trainer is None or self._kept_state:
                 continue
             waited_s = time.perf_counter() - since
             if waited_s > _LATE_READ_S and kept != since:
@@ -241,8 +258,9 @@ class RunWorker:
                     told = since
                     notes = getattr(error, "__notes__", ())
                     self._record.event("warning", "; ".join((str(error), *notes)))
-                hint = "it resumes when the data arrives, and run.resume() keeps waiting"
-                hold = PauseReason(error, "after step {step}", hint, "the data hangs", passes=True)
+                hint = "it resumes by itself after that, and run.resume() keeps waiting"
+                what = f"{self._waited_for} hangs"
+                hold = PauseReason(error, "after step {step}", hint, what, passes=True)
                 if work.faults.waits and self._control.hold_in_read(hold, since):
                     held = since
 
@@ -257,15 +275,21 @@ class RunWorker:
                 self._record.event("warning", f"no checkpoint while the data hangs: {error}")
 
     def _hanging(self) -> Exception:
-        """Return an error that names the data that hangs and the place where it does."""
+        """Return an error that names the data or the callback that hangs, and where it does."""
         frames = list(self._frames())
-        told = f"{self._progress.reading} has not arrived for {_HANGING_READ_S:.0f} s"
+        lacking = "arrived" if self._control.calling is None else "returned"
+        told = f"{self._progress.reading} has not {lacking} for {_HANGING_READ_S:.0f} s"
         error = RuntimeError(told)
         if (place := data_loading.being_read(frames)) is not None:
             error.add_note(f"reading {place}")
         if (line := users_line(frames)) is not None:
             error.add_note(f"at {line}")
         return error
+
+    @property
+    def _waited_for(self) -> str:
+        calling = self._control.calling
+        return "the data" if calling is None else f"the callback {calling}"
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the frames of the training thread, the innermost first."""
@@ -279,7 +303,7 @@ class RunWorker:
         """Wait until a stopped run has trained; end it if its thread hangs in a read of data."""
         while not self._trained.wait(_READ_WAIT_S / 4):
             if self._control.abandon(_READ_WAIT_S):
-                told = "the data hangs: the run ends without waiting for it"
+                told = f"{self._waited_for} hangs: the run ends without waiting for it"
                 self._record.event("warning", told)
                 self._end()
                 return
@@ -288,16 +312,15 @@ class RunWorker:
 
     def _end(self) -> None:
         """Save, summarize and release the run. A part that fails does not skip the next ones."""
+        if not self._kept_state:
+            self._kept_state = True
+            self._guarded(self._keep_state)
+        self._call_back_at_the_end()
         self._trained.set()
         if self._watching is not None:
             self._watching.join()
-        for part in (self._keep_state, self._record.conclude, self._record.release):
-            try:
-                part()
-            # SystemExit in the user's code, a full disk: whatever is raised is the outcome of the
-            # run, stored here and raised where the run is awaited.
-            except BaseException as error:  # noqa: BLE001
-                self._fail(error)
+        self._guarded(self._record.conclude)
+        self._guarded(self._record.release)
         self._control.close()
         if self._progress.error is not None:
             forget_locals(self._progress.error)
@@ -315,6 +338,43 @@ class RunWorker:
             with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 print(f"{self._name} is {self._progress.ended}, but {trouble}: {told}", flush=True)
         self.over.set()
+
+    def _guarded(self, part: Callable[[], object]) -> None:
+        """Store what a part of the end raises, such as a full disk, as the outcome of the run."""
+        try:
+            part()
+        # SystemExit in the user's code, for example: it is raised where the run is awaited.
+        except BaseException as error:  # noqa: BLE001
+            self._fail(error)
+
+    def _call_back_at_the_end(self) -> None:
+        """Call the callbacks for the end, once the final checkpoint is there.
+
+        Raises:
+            Abandoned: In a thread that was left in a callback.
+        """
+        work, control = self._work, self._control
+        if work is None or work.callbacks is None:
+            return
+        self._progress.result = self._record.summary(self._progress.ended)
+        events = ("on_checkpoint", "on_run_end") if self._progress.trainer else ("on_run_end",)
+        for event in events:
+            for callback in work.callbacks.having(event):
+                if control.abandoned and control.calling is not None:
+                    return  # a callback that hangs would hang again
+                name = called(callback, event)
+                around = (
+                    contextlib.nullcontext() if control.abandoned else control.calling_back(name)
+                )
+                try:
+                    with around:
+                        work.callbacks.method(callback, event)()
+                except Abandoned:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - a callback may raise anything
+                    told = f"the callback {name} raised {type(error).__name__}: {message(error)}"
+                    self._record.event("warning", told)
+                    print(f"{self._name} is {self._progress.ended}, but {told}", flush=True)
 
     def _keep_state(self) -> None:
         record, trainer = self._record, self._progress.trainer

@@ -6,7 +6,7 @@ import math
 import warnings
 
 from ortlab.checkpoint.checkpoint import Position
-from ortlab.settings import FinetuneSettings, OptimSettings
+from ortlab.settings import FinetuneSettings, LimitSettings, OptimSettings
 from ortlab.training.data_loading import Batches
 
 
@@ -22,17 +22,42 @@ def total_steps(
             and only the rest of its data is still to be read. None for a run from the beginning.
 
     Returns:
-        Optimizer steps, or None if both the length of the data and ``max_steps`` are unknown.
+        ``max_steps``, whatever the number of epochs; without it the steps of all epochs, or None
+        if the length of the data is unknown.
     """
-    limits, batches = settings.limits, settings.data
-    if data.length is None:
+    limits = settings.limits
+    if limits.max_steps is not None or data.length is None:
         return limits.max_steps
     done, epoch, read = (begin.step, begin.epoch, begin.read) if begin else (0, 0, 0)
-    items = batches.gradient_accumulation_steps * (1 if data.size is None else batches.batch_size)
+    items = _items_per_step(data, settings)
     whole = max(limits.num_train_epochs - epoch - 1, 0) * math.ceil(data.length / items)
     here = math.ceil((data.length - read) / items) if epoch < limits.num_train_epochs else 0
-    steps_ = done + here + whole
-    return min(steps_, limits.max_steps or steps_)
+    return done + here + whole
+
+
+def length_note(data: Batches, settings: FinetuneSettings) -> str | None:
+    """Return how many epochs a run with ``max_steps`` takes, in words.
+
+    Args:
+        data: The training data.
+        settings: Limits of the run, its batch size and its gradient accumulation.
+
+    Returns:
+        The note, or None without ``max_steps`` or if the length of the data is unknown.
+    """
+    limits = settings.limits
+    if limits.max_steps is None or data.length is None:
+        return None
+    steps = math.ceil(data.length / _items_per_step(data, settings))
+    told = f"max_steps={limits.max_steps} is {limits.max_steps / steps:.3g} epochs of {steps} steps"
+    if limits.num_train_epochs == LimitSettings.declarations()["num_train_epochs"].default:
+        return told
+    return f"{told}; num_train_epochs={limits.num_train_epochs} has no effect"
+
+
+def _items_per_step(data: Batches, settings: FinetuneSettings) -> int:
+    micro_batches = settings.data.gradient_accumulation_steps
+    return micro_batches * (1 if data.size is None else settings.data.batch_size)
 
 
 def warmup(total: int | None, optim: OptimSettings) -> int:

@@ -22,6 +22,7 @@ from ortlab.engines.registry import engine_for, resolved, succeed
 from ortlab.metrics.user_metrics import Metrics, UserMetrics
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
 from ortlab.training import settings_preview
+from ortlab.training.callbacks import Callbacks
 from ortlab.training.data_loading import of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Beginning, Earlier
@@ -52,6 +53,7 @@ class RunRequest:
         eval_dataset: Evaluation data; None for none.
         loss: Loss function or its name; None where the model returns its own loss.
         metrics: The user's metrics; None for none.
+        callbacks: The user's callbacks; None for none.
         begin: Checkpoint to resume from; None to start from the model's current weights.
         earlier: The run that this one continues, with its metrics; None for a new run.
         hold: Whether a run that fails waits for the user; None for the session's default.
@@ -63,6 +65,7 @@ class RunRequest:
     eval_dataset: Iterable[Any] | None = None
     loss: str | LossFunction | None = None
     metrics: Metrics | None = None
+    callbacks: Callbacks | None = None
     begin: Beginning | Checkpoint | None = None
     earlier: Earlier | None = None
     hold: bool | None = None
@@ -74,15 +77,15 @@ class RunRequest:
         return self.begin.checkpoint if isinstance(self.begin, Beginning) else self.begin
 
     def names(self, namespace: Mapping[str, Any]) -> dict[str, str]:
-        """Return the names that the user has for model, data, loss and metrics.
+        """Return the names that the user has for the model, the data and the rest of a run.
 
         Args:
             namespace: The user's variables.
 
         Returns:
-            The names by ``model``, ``train``, ``eval_dataset``, ``loss`` and ``metrics``, where
-            there is one. A loss function without a variable has its own name; a loss given by name
-            has none here, because the settings record it.
+            The names by ``model``, ``train``, ``eval_dataset``, ``loss``, ``metrics`` and
+            ``callbacks``, where there is one. A loss function without a variable has its own name;
+            a loss given by name has none here, because the settings record it.
         """
         values = {
             "model": self.model,
@@ -90,6 +93,7 @@ class RunRequest:
             "eval_dataset": self.eval_dataset,
             "loss": self.loss,
             "metrics": self.metrics,
+            "callbacks": self.callbacks,
         }
         names = {id(v): n for n, v in reversed(list(namespace.items())) if n[:1] != "_"}
         found = {each: names.get(id(value)) for each, value in values.items() if value is not None}
@@ -277,6 +281,7 @@ class RunStarter:
             ),
             evaluation=request.eval_dataset,
             metrics=None if request.metrics is None else UserMetrics(request.metrics),
+            callbacks=request.callbacks,
             settings=chosen.settings,
             show=self._services.show,
             begin=request.checkpoint,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -16,6 +17,7 @@ from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.recorder import Recorder
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
+from ortlab.training.callbacks import RunCallbacks, called
 from ortlab.training.changes import SettingChanger
 from ortlab.training.checkpoint_writer import CheckpointSchedule
 from ortlab.training.control import Control
@@ -60,6 +62,8 @@ class Trainer:
             ``keep_best`` than all before.
         best: Best evaluation before this run.
         metrics: The user's metrics, computed in each evaluation.
+        callbacks: The user's callbacks.
+        written: Returns the number of checkpoints that were written.
 
     Raises:
         ValueError: If `begin` does not match the settings or the data.
@@ -82,6 +86,8 @@ class Trainer:
         keep_best: Callable[[Checkpoint], object] = lambda _: None,
         best: Evaluation | None = None,
         metrics: UserMetrics | None = None,
+        callbacks: RunCallbacks | None = None,
+        written: Callable[[], int] = lambda: 0,
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -106,6 +112,10 @@ class Trainer:
         self._failures = FailureHandler(
             state, faults, control=control, advisor=self._advisor, proceed=self._proceed
         )
+        self._callbacks = callbacks
+        self._written = written
+        self._told_written = 0  # checkpoints that the callbacks know of
+        self._telling_pause = False
         self._evaluator = Evaluator(
             state,
             evaluation.within(control.reading_held_out) if evaluation else None,
@@ -114,6 +124,7 @@ class Trainer:
             keep_best=keep_best,
             best=best,
             metrics=metrics,
+            after=functools.partial(self.call_back, "on_evaluate"),
         )
 
     @property
@@ -181,7 +192,34 @@ class Trainer:
         if not self.settings.parallel.elsewhere:
             self._checkpoints.save_unsaved()
 
+    def call_back(self, event: str) -> None:
+        """Call the user's callbacks, in the thread of the loop.
+
+        Args:
+            event: One of `ortlab.training.callbacks.EVENTS`.
+
+        Raises:
+            Exception: The exception of a callback, if nobody could resume the run.
+        """
+        if self._callbacks is None:
+            return
+        for callback in self._callbacks.having(event):
+            name = called(callback, event)
+            random, before = RandomStates.now(), self._state.drawn
+            # A checkpoint that is taken meanwhile has the random states of the loop.
+            self._state.drawn = before or random
+            try:
+                with self._control.calling_back(name):
+                    self._callbacks.method(callback, event)()
+            except Exception as error:  # noqa: BLE001 - a callback may raise anything
+                if self._failures.callback_failed(error, name):
+                    self._callbacks.remove(callback)
+            finally:
+                random.give_back()
+                self._state.drawn = before
+
     def _steps(self) -> Iterator[StepResult]:
+        self.call_back("on_run_start")
         while True:
             try:
                 yield from self._steps_of_stepper()
@@ -198,10 +236,13 @@ class Trainer:
             state.remember(state.checkpoint())
         if state.evaluated < 0 or self._evaluation_due():
             self._evaluator.evaluate()
-        while state.epoch < self.settings.limits.num_train_epochs:
+        while not self._epochs_are_over():
             yield from self._steps_of_epoch(data)
             data = None
             if self._control.stopping or state.done:
+                break
+            if not state.read:
+                state.tell("warning", f"epoch {state.epoch + 1} of the data is empty: the run ends")
                 break
             if self.settings.checkpoint.eval_steps is None:
                 self._evaluator.evaluate()
@@ -210,6 +251,12 @@ class Trainer:
             self._evaluator.evaluate()
         if not self.stepper.finite() and not self._failures.stopped_not_finite:
             self._failures.raise_not_finite()
+
+    def _epochs_are_over(self) -> bool:
+        limits = self.settings.limits
+        if limits.max_steps is not None:  # as many epochs as these take
+            return self._state.done
+        return self._state.epoch >= limits.num_train_epochs
 
     def _resume(self) -> Epoch | None:
         """Load the checkpoint that the run resumes from, and return the rest of its epoch."""
@@ -274,6 +321,10 @@ class Trainer:
                 self._checkpoints.save_if_due()
             yield result
             self._changes.publish()
+            self.call_back("on_step_end")
+            if (written := self._written()) > self._told_written:
+                self._told_written = written
+                self.call_back("on_checkpoint")
             if not state.done and self._evaluation_due():
                 self._evaluator.evaluate()
         if state.step == 0 and not self._control.stopping:
@@ -405,6 +456,12 @@ class Trainer:
         # A pause may be the last action of this process: a laptop closes, a kernel ends.
         if self._control.pausing:
             self._checkpoints.save_unsaved()
+            if not self._telling_pause:  # a callback that raises there pauses, too
+                self._telling_pause = True
+                try:
+                    self.call_back("on_pause")
+                finally:
+                    self._telling_pause = False
         return self._control.proceed(self.checkpoint)
 
     def _record(self, result: StepResult, step_s: float, data_s: float) -> None:

@@ -20,7 +20,7 @@ from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
-from ortlab.metrics.evaluation import Evaluation, Goal
+from ortlab.metrics.evaluation import Goal, evaluations_of
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.settings import FinetuneSettings
 from ortlab.training.run_result import RunResult
@@ -413,9 +413,6 @@ class TrainerRun(StoredRun):
         recent, _ = self.recorder.since(max(self.recorder.count - 64, 0))
         return (self._total - self._step) * float(recent[:, INDEX["step_ms"]].mean()) / 1e3
 
-    def _evaluations(self) -> list[Evaluation]:
-        return [Evaluation.of(event.step, event.values) for event in self.recorder.events("eval")]
-
     def _spent(self) -> tuple[float, float]:
         """Return the seconds of this run spent on exports and on self-checks."""
         before, now = self._before, self._report
@@ -423,7 +420,7 @@ class TrainerRun(StoredRun):
 
     def _lines(self) -> tuple[str, ...]:
         lines = [self._choice] if self._choice else []
-        if evaluations := self._evaluations():
+        if evaluations := evaluations_of(self.recorder):
             lines.append(f"held out at step {evaluations[-1].step}: {evaluations[-1]}")
         export_s, check_s = self._spent()
         if export_s:
@@ -433,7 +430,7 @@ class TrainerRun(StoredRun):
         return (*lines, *self._report.remarks)
 
     def _result(self) -> RunResult:
-        recorder, evaluations = self.recorder, self._evaluations()
+        recorder, evaluations = self.recorder, evaluations_of(self.recorder)
         last, step_s = recorder.last, recorder.total("step_ms") / 1e3 or NAN
         export_s, check_s = self._spent()
         return RunResult(

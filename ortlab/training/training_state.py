@@ -69,6 +69,8 @@ class TrainingState:
         """Source of the order of the current epoch; None between two epochs."""
         self.drawn: RandomStates | None = begin.random if begin else None
         """Random states of the position between two steps, if they are not the current ones."""
+        self.stopped_early = False
+        """True if the evaluations have not improved for ``early_stopping_patience``."""
         self.lost = False
         """True from the loss of the stepper's workers until another stepper replaces it."""
         self.recovery: Checkpoint | None = None
@@ -77,8 +79,8 @@ class TrainingState:
 
     @property
     def done(self) -> bool:
-        """True if all steps of the run are done."""
-        return self.total is not None and self.step >= self.total
+        """True if all steps of the run are done, or those until an early stop."""
+        return self.stopped_early or (self.total is not None and self.step >= self.total)
 
     def position(self) -> Position:
         """Return the position between the last step and the next one.

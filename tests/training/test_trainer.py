@@ -266,6 +266,31 @@ def test_what_is_left_of_an_epoch_is_a_step() -> None:
     assert trained.column("samples") == [30, 20]
 
 
+def test_max_steps_counts_not_the_epochs() -> None:
+    trained = Trained(settings(num_train_epochs=1, max_steps=10), held_out=examples())
+    assert trained.column("step") == list(range(1, 11))
+    assert trained.evaluated() == [0, 4, 8, 10]
+    assert trained.column("lr")[-1] == pytest.approx(0.1 * settings().optim.learning_rate)
+
+
+def test_data_that_can_be_read_once_may_end_before_max_steps() -> None:
+    batches = list(DataLoader(examples(), batch_size=10))
+    trained = Trained(settings(max_steps=7, num_train_epochs=3), data=iter(batches))
+    assert trained.column("step") == [1, 2, 3, 4, 5]
+    (told,) = trained.recorder.events("warning")
+    assert told.text == "epoch 2 of the data is empty: the run ends"
+
+
+def test_how_many_epochs_max_steps_are() -> None:
+    data = data_loading.batches(examples(), settings())
+    assert schedule.length_note(data, settings()) is None
+    chosen = settings(max_steps=10)
+    assert schedule.length_note(data, chosen) == "max_steps=10 is 2.5 epochs of 4 steps"
+    told = schedule.length_note(data, chosen.replace(num_train_epochs=3))
+    assert told is not None
+    assert told.endswith("; num_train_epochs=3 has no effect")
+
+
 def test_max_steps_ends_the_run() -> None:
     trained = Trained(settings(num_train_epochs=10, max_steps=7), held_out=examples())
     assert trained.column("step") == list(range(1, 8))

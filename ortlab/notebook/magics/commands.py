@@ -38,6 +38,7 @@ _COPIED = (
 
 _STAGES = tuple(dict.fromkeys([*CAPTURED_STAGES, *STAGES]))
 _METRICS = Option("--metrics", "metrics of your own, one or several", kind="metrics")
+_CALLBACKS = Option("--callbacks", "callbacks of your own, one or several", kind="callbacks")
 _RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {
@@ -62,6 +63,7 @@ COMMANDS = {
             extra=(
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 _METRICS,
+                _CALLBACKS,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
             ),
         ),
@@ -231,6 +233,7 @@ COMMANDS = {
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 Option("--loss", "the loss, a function of the notebook", kind="loss"),
                 _METRICS,
+                _CALLBACKS,
             ),
         ),
         Command(

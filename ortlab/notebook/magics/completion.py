@@ -15,6 +15,7 @@ from ortlab.history import sqlite_index
 from ortlab.notebook.magics.commands import COMMANDS, WRAP
 from ortlab.notebook.magics.parsing import HELP, HELP_ALL, Command, Option
 from ortlab.session import session
+from ortlab.training.callbacks import EVENTS
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, SimpleMatcherResult
@@ -67,9 +68,9 @@ class Names:
         """Return the names of every variable or run of a kind.
 
         Args:
-            kind: One of model, wrapped, loader, batch, loss, metrics, run (active runs), kept
-                (saved runs), target (of the panel), resumable (of ``%ort resume``), or workers,
-                whose only name is the word that may replace their number.
+            kind: One of model, wrapped, loader, batch, loss, metrics, callbacks, run (active
+                runs), kept (saved runs), target (of the panel), resumable (of ``%ort resume``), or
+                workers, whose only name is the word that may replace their number.
         """
         if kind == "workers":
             return ["stop"]
@@ -94,6 +95,7 @@ class Names:
             "batch": _is_batch,
             "loss": _is_loss,
             "metrics": _are_metrics,
+            "callbacks": _are_callbacks,
         }
         hidden = self._shell.user_ns_hidden
         return [
@@ -138,6 +140,13 @@ def _are_metrics(value: object) -> bool:
     return isinstance(value, types.FunctionType) or (
         not isinstance(value, type) and callable(getattr(value, "compute", None))
     )
+
+
+def _are_callbacks(value: object) -> bool:
+    """Return whether `value` is a callback, or a list of them."""
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_are_callbacks, value))
+    return not isinstance(value, type) and any(hasattr(type(value), each) for each in EVENTS)
 
 
 def matcher(names: Names) -> Callable[[Any], Any]:

@@ -45,6 +45,7 @@ class RunCommands:
             eval_dataset=self._variables.optional("loader", given.words["eval_dataset"]),
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", given.words["metrics"]),
+            callbacks=self._variables.optional("callbacks", given.words["callbacks"]),
             resume_from=given.words["resume_from"],
             **settings,
         )
@@ -111,14 +112,15 @@ class RunCommands:
     def resume(self, given: ParsedCommand) -> Run | None:
         """Resume a paused run, or continue a saved one as a new run."""
         words = given.words
-        others = [words[each] for each in ("model", "train", "eval_dataset", "loss", "metrics")]
+        names = ("model", "train", "eval_dataset", "loss", "metrics", "callbacks")
+        others = [words[each] for each in names]
         if words["run"] is None or (self._is_active(words["run"]) and not any(others)):
             run = self._active_run(given)
             run.resume()
             print(f"{run.name} resumed")
             return None
         value = self._variables.get(words["run"])
-        model, train, evaluation, loss, metrics = others
+        model, train, evaluation, loss, metrics, callbacks = others
         return session.resume(
             value if isinstance(value, StoredRun) else words["run"],
             None if model is None else self._variables.model(model),
@@ -126,6 +128,7 @@ class RunCommands:
             eval_dataset=self._variables.optional("loader", evaluation),
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", metrics),
+            callbacks=self._variables.optional("callbacks", callbacks),
         )
 
     def stop(self, given: ParsedCommand) -> None:
