@@ -91,12 +91,14 @@ _MODULES = {
     "data": "ortlab.data",
     "hf": "ortlab.hf",
     "keras": "ortlab.keras",
+    "lightning": "ortlab.lightning",
     "optim": "ortlab.optim",
     "squad": "ortlab.data.squad",
 }
 """Public modules, by the name under which they are public.
 
-``keras`` is not in ``__all__``: with it, ``from ortlab import *`` would need Keras.
+``keras`` and ``lightning`` are not in ``__all__``: with them, ``from ortlab import *`` would need
+Keras and Lightning.
 """
 
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         TuneKeywords,
     )
     from ortlab.training.callbacks import Callbacks
+    from ortlab.training.loop_run import LoopRun
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
     from ortlab.utils.findings import Finding
@@ -655,21 +656,38 @@ def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
 
 
 @brief
-def track(loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
-    """Iterate over a loader and show the user's own training loop live.
+@overload
+def track(model: nn.Module, /, *, name: str | None = None) -> LoopRun: ...
 
-    The loss is the value given to ``t.log(loss=...)``, or else the scalar that ``backward`` is
-    called on.
+
+@overload
+def track(loader: Iterable[B], /, *, name: str | None = None) -> Tracker[B]: ...
+
+
+def track(
+    model_or_loader: nn.Module | Iterable[B], /, *, name: str | None = None
+) -> LoopRun | Tracker[B]:
+    """Show a training loop of your own live, as a run of a model or around its batches.
+
+    With a model, the loop is a run like those of `finetune`: it is saved, and the history,
+    comparisons and exporters have it. Every optimizer step in the ``with`` block is recorded, with
+    its loss, learning rate, times and memory; ``run.log(loss=..., f1=...)`` sets or adds values.
+    Around batches, the loop has charts only. The loss is the value given to ``log(loss=...)``, or
+    else the scalar that ``backward`` is called on.
 
     Args:
-        loader: An iterable of batches.
-        name: Title of the charts; None for one made from the type of the loader.
+        model_or_loader: The model that the loop trains, or an iterable of batches.
+        name: Name of the run, or title of the charts; None for one made here.
 
     Example:
+        >>> with ortlab.track(model, name="baseline") as run:
+        ...     for x, y in loader:
+        ...         step(x, y)
+        ...     run.log(f1=score(model))
         >>> for x, y in ortlab.track(loader):
         ...     step(x, y)
     """
-    return session.track(loader, name=name)
+    return session.track(model_or_loader, name=name)
 
 
 @overload

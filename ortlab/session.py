@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
     from ortlab.training.callbacks import Callbacks
+    from ortlab.training.loop_run import LoopRun
     from ortlab.training.run import Run
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
     from ortlab.training.start import RemoteStepper, RunRequest
@@ -582,11 +583,36 @@ class Session:
 
     # ---- views -----------------------------------------------------------------------------------
 
-    def track(self, loader: Iterable[B], *, name: str | None = None) -> Tracker[B]:
+    def track(
+        self, what: nn.Module | Iterable[B], *, name: str | None = None
+    ) -> LoopRun | Tracker[B]:
         """See `ortlab.api.track`."""
-        from ortlab.training.tracker import Tracker  # heavy: torch
+        # heavy: torch
+        from torch import nn
 
-        return Tracker(loader, name=name, show=self.show)
+        from ortlab.training.tracker import Tracker
+
+        if not isinstance(what, nn.Module):
+            return Tracker(what, name=name, show=self.show)
+        return self.loop_run(what, name=name)
+
+    def loop_run(
+        self, model: nn.Module, *, name: str | None = None, where: str = "a loop"
+    ) -> LoopRun:
+        """Return a run for a training loop that is not ortlab's.
+
+        Args:
+            model: The model that the loop trains.
+            name: Name of the run; None for the next run-N.
+            where: What trains, for the title.
+        """
+        from ortlab.training.loop_run import LoopRun  # heavy: torch
+
+        entry = self.wrapped.entry(model)
+        choice = "" if entry is None else entry.choice
+        run = LoopRun(model, name=name, show=self.show, choice=choice, where=where)
+        self.trainers.append(run)
+        return run
 
     def show(self, watched: Watched | Race | Tune) -> None:
         """Show a run, a tracker, a race or a search to every viewer."""

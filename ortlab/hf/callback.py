@@ -89,7 +89,7 @@ class OrtLabCallback(TrainerCallback):
     def on_log(self, *_: Any, **objects: Any) -> None:
         """Add what the Trainer logs."""
         if self.run is not None and not self.run.over():
-            self.run.log(objects["logs"])
+            self.run.logged(objects["logs"])
             self.run.free()
 
     def on_evaluate(self, *_: Any, **objects: Any) -> None:

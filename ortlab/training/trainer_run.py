@@ -86,7 +86,7 @@ class Step(Turn):
 
 
 class TrainerRun(StoredRun):
-    """The run of one call of ``train``, recorded by a callback.
+    """The run of one call of ``train``, recorded by a callback, or of a loop (`LoopRun`).
 
     It is a `metrics.recorder.Watched` and is saved like any run (see `history.run_folder`), with
     the Trainer's own arguments in ``trainer.json`` and without checkpoints, which the Trainer saves
@@ -174,14 +174,22 @@ class TrainerRun(StoredRun):
         return self._model()
 
     @property
+    def state(self) -> State:
+        """State of the run."""
+        if self.over():
+            return self._state
+        if self._stopping:
+            return "stopping"
+        return self._state if self._going.is_set() else "paused"
+
+    @property
     def engine_used(self) -> str:
         """Engine that executes the model; after a fallback not the one that was asked for."""
         return self._report.engine_used
 
     def __repr__(self) -> str:
-        state = self.status().state
         total = "" if self._total is None else f"/{self._total}"
-        return f"<TrainerRun {self.name}: {state}, step {self._step}{total}>"
+        return f"<{type(self).__name__} {self.name}: {self.state}, step {self._step}{total}>"
 
     # ---- calls of the callback -------------------------------------------------------------------
 
@@ -204,6 +212,15 @@ class TrainerRun(StoredRun):
             epoch: Epoch, with its fraction.
         """
         INTERCEPTION.leave(self)
+        self.take_turn(step, epoch)
+
+    def take_turn(self, step: int, epoch: float) -> None:
+        """Take the times and values of the turn for the step's record; block in a pause.
+
+        Args:
+            step: Number of optimizer steps so far.
+            epoch: Epoch, with its fraction.
+        """
         turn, now = self.turn, time.perf_counter()
         step_s = now - turn.began
         self._step, self._free = step, now
@@ -229,7 +246,7 @@ class TrainerRun(StoredRun):
         while not self._going.wait(_WAIT_S):
             self._free = time.perf_counter()
 
-    def log(self, logs: Mapping[str, Any]) -> None:
+    def logged(self, logs: Mapping[str, Any]) -> None:
         """Add the values that the Trainer logs for the last step.
 
         Args:
@@ -326,12 +343,6 @@ class TrainerRun(StoredRun):
 
     def status(self) -> Status:
         """See `metrics.recorder.Watched.status`."""
-        state = self._state
-        if not self.over():
-            if self._stopping:
-                state = "stopping"
-            elif not self._going.is_set():
-                state = "paused"
         report = self._report
         badges = []
         if report.fallback_reason:
@@ -341,7 +352,7 @@ class TrainerRun(StoredRun):
             troubles = [self.recorder.trouble, *troubles]
         badges += filter(None, troubles)
         return Status(
-            state=state,
+            state=self.state,
             step=self._step,
             total_steps=self._total,
             elapsed_s=self._elapsed_s(),

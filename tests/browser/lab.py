@@ -219,7 +219,8 @@ class Notebook:
     def __init__(self, page: Page, lab: Lab, path: str) -> None:
         self.page = page
         self._path = path
-        self._file = lab.root / path
+        self.file = lab.root / path
+        """Path of the notebook."""
         page.goto(lab.address(path))
         page.wait_for_function(OPENED, arg=path, timeout=1000 * HANGS_S)
         page.wait_for_function(IDLE)
@@ -292,7 +293,7 @@ class Notebook:
     def save(self) -> nbformat.NotebookNode:
         """Save the notebook and read the file back."""
         self._command("docmanager:save")
-        return nbformat.read(self._file, as_version=4)
+        return nbformat.read(self.file, as_version=4)
 
     def theme(self, name: str) -> None:
         """Switch JupyterLab's theme as its menu does."""

@@ -51,7 +51,7 @@ PICTURES = {
     "charts": (3, ".ortlab-run"),
     "graph": (5, ".ortlab-graph"),
     "panel": (6, ".ortlab-panel-view"),
-    "race": (7, "[data-ortlab-search]"),
+    "race": (7, "[data-ortlab-still]"),
     "runs": (9, ".ortlab-history"),
 }
 """For each picture, the cell that shows it and the selector of the element in its output."""

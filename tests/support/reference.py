@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = {
     "hf": "Hugging Face's Trainer in ortlab's engines",
     "keras": "Keras's fit, with live charts",
+    "lightning": "Lightning's fit, with live charts",
     "data": "data that is on every machine",
     "squad": "questions and answers in SQuAD's form",
     "optim": "the optimizers and schedules of ORT's first training API",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import html
 import math
 import threading
 import time
@@ -20,8 +21,9 @@ from IPython.core.getipython import get_ipython
 
 from ortlab.history.saved_run import SavedRun
 from ortlab.notebook.static_views import plain_text
+from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import PLACE, bundled, print_waiting, publish
+from ortlab.notebook.views.display import PLACE, bundled, print_waiting, publish, still_of
 from ortlab.notebook.views.pump import Ending, Pump
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.notebook.views.run_feed import WIRE, Feed
@@ -37,6 +39,10 @@ PRINT_EVERY_S = 5.0
 """Time between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """Maximum time that a cell waits for the picture of a run that ended in it."""
+STILL_S = 10.0
+"""Time between two updates of the text for pages without a kernel."""
+STILL_SHARE = 0.002
+"""Share of a core that these updates may take."""
 KEPT = 8
 """Number of views of ended runs that stay open."""
 PICTURE_WIDTH = 960
@@ -51,6 +57,8 @@ class RunView(anywidget.AnyWidget):
     Args:
         watched: The run.
         finish: Called with the view after the last update.
+        still: Mark of the output that pages without a kernel show in place of the view.
+        tell_still: Updates that output.
 
     Attributes:
         pump: Thread that sends the updates.
@@ -67,9 +75,16 @@ class RunView(anywidget.AnyWidget):
     standing: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     ranks: traitlets.List[Any] = traitlets.List().tag(sync=True)
     rank_notes: traitlets.List[str] = traitlets.List().tag(sync=True)
+    still = traitlets.Unicode().tag(sync=True)
+    name = traitlets.Unicode().tag(sync=True)
 
     def __init__(
-        self, watched: Watched, *, finish: Callable[[RunView], None] = lambda _: None
+        self,
+        watched: Watched,
+        *,
+        finish: Callable[[RunView], None] = lambda _: None,
+        still: str = "",
+        tell_still: Callable[[], None] = lambda: None,
     ) -> None:
         from ortlab.notebook.views.panel import panel_of  # heavy: torch
 
@@ -82,11 +97,14 @@ class RunView(anywidget.AnyWidget):
         self._ended = threading.Event()  # the run has ended and the pump is sending its last update
         self._sending = threading.Lock()
         self._updates = 0
+        self._tell_still = tell_still
         super().__init__(
             _esm=bundled("runview.js"),
             _css=bundled("runview.css"),
             columns=[asdict(column) for column in WIRE],
             interactive=watched.interactive,
+            still=still,
+            name=getattr(watched, "name", ""),
         )
         self.on_msg(self._receive)
         self._then = finish
@@ -143,6 +161,7 @@ class RunView(anywidget.AnyWidget):
                 if self._feed.waiting:
                     self._send_next()
             self._set_traits()
+            self._tell_still()
 
     def _send_next(self) -> None:
         if (update := self._feed.fresh()) is not None:
@@ -294,14 +313,17 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     """Display the live charts; return their pump and a function to call if it closes early."""
     place = PLACE.get()
     display_id = place or uuid.uuid4().hex
+    still = Still(watched, still_of(display_id))
 
     def finish(live: RunView) -> None:
+        still.close()
         _publish_picture(watched, replacing=display_id)
         _kept.append(live)
         if len(_kept) > KEPT:
             close_all(_kept.popleft())
 
     def stop() -> None:
+        still.close()
         _publish_picture(watched, replacing=display_id)
         close_all(live)
 
@@ -311,15 +333,83 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
         if watched.over() or any(others):
             close_all(live)
 
-    live = RunView(watched, finish=finish)
+    live = RunView(watched, finish=finish, still=still.mark, tell_still=still.tell)
     _views.add(live)
     ends_with_cell(leave)
     data, metadata = live._repr_mimebundle_() or ({}, {})
-    data["text/plain"] = plain_text.headline(watched.title, watched.status())
+    data["text/plain"] = f"{watched.title}: live charts"
     publish(data, metadata, display_id, update=place is not None)
+    still.show(update=place is not None)
     if place is None:
         print_waiting()
     return live.pump, stop
+
+
+class Still:
+    """Text of an active run for pages without a kernel, such as a reopened notebook.
+
+    It is an output of its own, which the live view hides, and says what was known last.
+
+    Args:
+        watched: The run.
+        mark: Mark and display id of the output.
+    """
+
+    def __init__(self, watched: Watched, mark: str) -> None:
+        self.mark = mark
+        """Mark and display id of the output."""
+        self._watched = watched
+        self._due = 0.0
+        self._state = ""
+
+    def show(self, *, update: bool) -> None:
+        """Display the text in the running cell.
+
+        Args:
+            update: Whether the output exists already.
+        """
+        publish(self._bundle(), {}, self.mark, update=update)
+
+    def tell(self) -> None:
+        """Update the text if its state has changed, or it has become old."""
+        now, state = time.monotonic(), self._watched.status().state
+        if now < self._due and state == self._state:
+            return
+        began = time.thread_time()
+        self._publish(self._bundle())
+        self._state = state
+        self._due = now + max(STILL_S, (time.thread_time() - began) / STILL_SHARE)
+
+    def close(self) -> None:
+        """Empty the output, since a picture of the run follows."""
+        self._publish({"text/html": "", "text/plain": ""})
+
+    def _publish(self, data: dict[str, Any]) -> None:
+        # Published for the cell that runs now; see `_publish_picture`.
+        contextvars.Context().run(publish, data, {}, self.mark, update=True)
+
+    def _bundle(self) -> dict[str, Any]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        told = f"As of {when}:\n{text(self._watched)}\n{self._advice()}"
+        # Exported pages show <pre> in a proportional font, and JupyterLab breaks words.
+        style = "font-family: monospace; line-height: 1.3; word-break: normal"
+        page = f'<pre style="{style}">{html.escape(told)}</pre>'
+        return {
+            "text/html": display.still(self.mark, display.PANEL_OR_RUN, page),
+            "text/plain": told,
+        }
+
+    def _advice(self) -> str:
+        name = getattr(self._watched, "name", None)
+        if name is None:
+            return "The live charts need the kernel in which the loop runs."
+        from ortlab.training.run import Run  # heavy: torch
+
+        resumed = f", %ort resume {name} continues it" if isinstance(self._watched, Run) else ""
+        return (
+            f"If its kernel has ended: %ort runs says what became of it, ortlab.open_run({name!r}) "
+            f"shows its charts{resumed}."
+        )
 
 
 _views: weakref.WeakSet[RunView] = weakref.WeakSet()

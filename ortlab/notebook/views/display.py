@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     pass
 
 
+PANEL_OR_RUN = "ortlab-panel-view,ortlab-run"
+"""CSS classes of the live views that take each other's place."""
 STATIC = Path(__file__).parents[1] / "static"
 
 
@@ -49,6 +51,34 @@ def publish(
     """
     publish_display_data(  # type: ignore[no-untyped-call]
         data, metadata, transient={"display_id": display_id}, update=update
+    )
+
+
+def still_of(display_id: str) -> str:
+    """Return the mark and display id of the output after a live view.
+
+    Args:
+        display_id: Display id of the live view.
+    """
+    return f"{display_id}-still"
+
+
+def still(mark: str, kind: str, page: str) -> str:
+    """Return HTML for pages without a kernel: a reopened notebook, an HTML page, a printed one.
+
+    It belongs into the output after that of a live view, which hides it. Of a view without a
+    kernel JupyterLab shows no other form but an error line, which this hides.
+
+    Args:
+        mark: Mark by which the live view finds it.
+        kind: CSS class of the live view, or several with commas.
+        page: The HTML to show.
+    """
+    classes = ", ".join(f".{each}" for each in kind.split(","))
+    here = f'[data-ortlab-still="{mark}"]'
+    return (
+        f"<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child {here}):not(:has({classes})) "
+        f'{{display: none}}</style><div data-ortlab-still="{mark}">{page}</div>'
     )
 
 

@@ -25,15 +25,10 @@ from IPython.display import publish_display_data
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.graph.module_tree import Outline
 from ortlab.notebook.static_views import sketch
-from ortlab.notebook.views import netron
+from ortlab.notebook.views import display, netron
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 
 STATIC = Path(__file__).parents[1] / "static"
-# For a closed widget, JupyterLab shows an error line in the output before the picture's: hide it.
-_NO_DEAD_LINE = (
-    '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-still="{mark}"])'
-    ":not(:has(.ortlab-graph)) {{display: none}}</style>"
-)
 ATTRIBUTE = 200
 """Maximum length of an attribute's value."""
 
@@ -175,9 +170,9 @@ def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
     picture = sketch.svg(sketch.sketch(graphs.stage(outline.name), outline))
     address = "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
     alt = f"The {outline.name} graph, folded to its outermost modules"
-    page = f'<div data-ortlab-still="{mark}"><img src="{address}" alt="{alt}">'
+    page = f'<img src="{address}" alt="{alt}">{outline._repr_html_()}'
     return {
-        "text/html": f"{_NO_DEAD_LINE.format(mark=mark)}{page}{outline._repr_html_()}</div>",
+        "text/html": display.still(mark, "ortlab-graph", page),
         "image/svg+xml": picture,
         "text/plain": repr(outline),
     }
@@ -185,8 +180,8 @@ def still(graphs: Graphs, outline: Outline, mark: str = "") -> dict[str, str]:
 
 def _still_code(code: Code, mark: str) -> dict[str, str]:
     """Return the MIME bundle for pages without a kernel: the code with its figures."""
-    page = f'<div data-ortlab-still="{mark}">{code._repr_html_()}</div>'
-    return {"text/html": _NO_DEAD_LINE.format(mark=mark) + page, "text/plain": repr(code)}
+    page = display.still(mark, "ortlab-graph", code._repr_html_())
+    return {"text/html": page, "text/plain": repr(code)}
 
 
 def main_stage(graphs: Graphs) -> str:

@@ -18,18 +18,12 @@ from IPython.display import publish_display_data
 from ortlab.history.listing import FIELDS, History, living_entries
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import bundled, publish
+from ortlab.notebook.views.display import bundled, publish, still
 from ortlab.notebook.views.pump import Pump
 from ortlab.settings import RUN_SORTS
 
 if TYPE_CHECKING:
     from ortlab.history.entry import RunEntry
-
-# For a closed widget, JupyterLab shows an error line in the output before the table's: hide it.
-_NO_DEAD_LINE = (
-    '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-still="{mark}"])'
-    ":not(:has(.ortlab-history)) {{display: none}}</style>"
-)
 
 
 class HistoryView(anywidget.AnyWidget):
@@ -127,8 +121,7 @@ def _plain(history: History) -> dict[str, str]:
 def _page(history: History, mark: str) -> dict[str, str]:
     """Return the static table, which the live one hides."""
     plain = _plain(history)
-    inside = f'<div data-ortlab-still="{mark}">{plain["text/html"]}</div>'
-    return {**plain, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
+    return {**plain, "text/html": still(mark, "ortlab-history", plain["text/html"])}
 
 
 def _row(entry: RunEntry, *, live: bool) -> dict[str, Any]:

@@ -475,6 +475,7 @@ class PanelView(anywidget.AnyWidget):
 
     Args:
         panel: The panel to show.
+        still: Mark of the output that pages without a kernel show in place of the view.
 
     Raises:
         RuntimeError: If the package was installed without its JavaScript.
@@ -484,12 +485,14 @@ class PanelView(anywidget.AnyWidget):
     _css = traitlets.Unicode().tag(sync=True)
     controls: traitlets.List[Any] = traitlets.List().tag(sync=True)
     standing: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    still = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, panel: Panel) -> None:
-
+    def __init__(self, panel: Panel, still: str = "") -> None:
         self._panel = panel
         self._pump: Pump | None = None
-        super().__init__(_esm=bundled("panel.js"), _css=bundled("panel.css"), **panel.news())
+        super().__init__(
+            _esm=bundled("panel.js"), _css=bundled("panel.css"), still=still, **panel.news()
+        )
         self.on_msg(self._receive)
         if panel.run is not None:
             self._pump = Pump(panel.run, self._send_news, self._send_news)
@@ -532,13 +535,15 @@ def show(panel: Panel) -> None:
         print(table)
         return
     display_id = uuid.uuid4().hex
+    mark = display.still_of(display_id)
     panel.started_in = lambda: display.shown_in(display_id)
     try:
-        view = PanelView(panel)
+        view = PanelView(panel, mark)
     except RuntimeError as error:
         print(f"{error}\n{table!r}")
         return
     ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
-    data |= {"text/plain": repr(table), "text/html": table._repr_html_()}
-    display.publish(data, metadata, display_id)
+    display.publish({**data, "text/plain": panel.title}, metadata, display_id)
+    page = display.still(mark, display.PANEL_OR_RUN, table._repr_html_())
+    display.publish({"text/plain": repr(table), "text/html": page}, {}, mark)

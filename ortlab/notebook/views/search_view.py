@@ -18,18 +18,13 @@ from IPython.display import publish_display_data
 
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import print_waiting
+from ortlab.notebook.views.display import print_waiting, still
 from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
 PRINT_EVERY_S = 5.0
 """Time between two lines of progress in a terminal."""
 _CLASS = "ortlab-search"
-# For a closed widget, JupyterLab shows an error line in the output before the table's: hide it.
-_NO_DEAD_LINE = (
-    '<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child [data-ortlab-search="{mark}"])'
-    f":not(:has(.{_CLASS})) {{{{display: none}}}}</style>"
-)
 
 
 class Buttons:
@@ -136,8 +131,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
 def _page(standing: Any, mark: str) -> dict[str, str]:
     """Return the result as HTML that looks right without its buttons in a reopened notebook."""
     data = _shown(standing)
-    inside = f'<div data-ortlab-search="{mark}">{data["text/html"]}</div>'
-    return {**data, "text/html": _NO_DEAD_LINE.format(mark=mark) + inside}
+    return {**data, "text/html": still(mark, _CLASS, data["text/html"])}
 
 
 def _shown(standing: Any) -> dict[str, str]:

@@ -487,8 +487,9 @@ START = (
 )
 def test_a_saved_notebook_has_the_picture(tmp_path: Path, wait: str) -> None:
     book = execute(tmp_path, START, wait)
-    (output,) = book.cells[0].outputs
+    output, still = book.cells[0].outputs
     assert sorted(output.data) == ["image/png", "text/plain"], "no widget, which a file cannot show"
+    assert still.data == {"text/html": "", "text/plain": ""}, "the picture is there in its place"
     assert "practice · finished · step 60 of 60" in output.data["text/plain"]
     assert (tmp_path / "charts.png").read_bytes().startswith(b"\x89PNG")
 

@@ -514,6 +514,6 @@ def test_names_are_completed(types: Types, run: Run) -> None:
 def test_a_saved_notebook_has_the_table(tmp_path: Path) -> None:
     model = "%load_ext ortlab\nfrom torch import nn\nmodel = nn.Linear(4, 2)"
     book = execute(tmp_path, model, "%ort panel model")
-    (output,) = book.cells[1].outputs
+    _, output = book.cells[1].outputs
     assert "precision='tf32' is for CUDA devices" in output.data["text/plain"]
     assert output.data["text/html"].count("<tr>") > 8

@@ -18,3 +18,11 @@ export function button(className, text, title, action) {
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
+
+/** Returns a style that hides the output for pages without a kernel, which follows a live view's. */
+export function hidesStill(model) {
+  const style = make("style", "");
+  const mark = model.get("still");
+  if (mark) style.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
+  return style;
+}

@@ -1,7 +1,7 @@
 // Table of the history of runs, with sortable columns and a search field; active runs are at the top.
 // Kernel to page: `rows`, and in `live` the rows of active runs, each {name, live, cells, keys}. A key is the
 // sort key of its column, null if unknown. `hint` describes how to resume interrupted runs.
-import { button, make, setText } from "./elements.js";
+import { button, hidesStill, make, setText } from "./elements.js";
 import "./history.css";
 
 const FIRST = 200; // rows of a long table that are shown at first
@@ -15,7 +15,6 @@ class View {
     this.model = model;
     this.order = model.get("order");
     this.all = false;
-    this.still = make("style");
     this.search = make("input", "ortlab-history-search", {
       type: "search", placeholder: "Search, for example: ort finished", "aria-label": "Search the runs", spellcheck: "false",
     });
@@ -32,7 +31,7 @@ class View {
     // JupyterLab's shortcuts must not intercept the keys of the field and the headings.
     this.root = make(
       "section", "ortlab-history", { "aria-label": "Runs", "data-lm-suppress-shortcuts": "true" },
-      this.still, make("div", "ortlab-history-head", {}, this.search, this.said),
+      hidesStill(model), make("div", "ortlab-history-head", {}, this.search, this.said),
       ...(model.get("hint") ? [make("div", "ortlab-history-hint", {}, model.get("hint"))] : []),
       make("div", "ortlab-history-table", { tabindex: "0" }, table, this.more),
     );
@@ -40,8 +39,6 @@ class View {
     this.draw = () => this.#draw();
     for (const name of ["rows", "live"]) model.on(`change:${name}`, this.draw);
     this.#draw();
-    const mark = model.get("still");
-    if (mark) this.still.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
   }
 
   #head({ head, number }, at) {

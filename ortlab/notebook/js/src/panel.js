@@ -1,5 +1,5 @@
 // Panel as a separate view: the settings of a run with its buttons, or of a model before its run.
-import { make } from "./elements.js";
+import { hidesStill, make } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
@@ -18,7 +18,7 @@ class View {
     this.buttons = make("span", "ortlab-panel-buttons", {}, this.pause, this.stop);
     const head = make("div", "ortlab-panel-head", {}, this.title, this.state, this.buttons);
     this.form = new Form((message) => model.send(message));
-    this.root.append(head, this.form.root);
+    this.root.append(hidesStill(model), head, this.form.root);
     el.append(this.root);
     this.draw = () => this.#draw();
     model.on("change:controls", this.draw);

@@ -13,14 +13,16 @@
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, TITLES } from "./charts.js";
-import { setText } from "./elements.js";
+import { hidesStill, setText } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
 import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
+const ENDED = new Set(["restarting", "autorestarting", "terminating", "dead"]); // states of a kernel
 const SILENT_S = 20; // an active run sends more than one message per second
+const SILENT = "No message from the kernel: it is busy, was restarted or has died. After a restart, %ort runs lists the saved runs.";
 const SPLIT = [
   ["data_ms", "data"],
   ["forward_ms", "forward"],
@@ -39,8 +41,13 @@ class Store extends EventTarget {
     this.asked = null; // a clicked action, until the kernel's state confirms it
     this.whole = false;
     this.silent = false; // a message is overdue by SILENT_S
+    this.gone = false; // the kernel has ended
     this.receive = (message, buffers) => this.#receive(message, buffers);
     model.on("msg:custom", this.receive);
+    // JupyterLab's widget manager has the kernel's connection; other front ends are silent.
+    this.kernel = model.widget_manager?.kernel?.statusChanged;
+    this.hear = (_, status) => ENDED.has(status) && this.#lose();
+    this.kernel?.connect(this.hear);
     model.send({ do: "hello" });
   }
 
@@ -85,9 +92,18 @@ class Store extends EventTarget {
     }, 1000 * SILENT_S);
   }
 
+  /** Notes that the kernel has ended, and with it the run, unless that was over. */
+  #lose() {
+    if (this.gone || !this.progress || OVER.has(this.progress.state)) return;
+    this.gone = true;
+    clearTimeout(this.silence);
+    this.dispatchEvent(new Event("change"));
+  }
+
   close() {
     clearTimeout(this.silence);
     this.model.off("msg:custom", this.receive);
+    this.kernel?.disconnect(this.hear);
   }
 }
 
@@ -137,6 +153,7 @@ class View {
     this.root = make("section", "ortlab-run", {
       "data-lm-suppress-shortcuts": "true",
     });
+    this.root.append(hidesStill(this.store.model));
     const head = make("div", "ortlab-head");
     this.title = make("span", "ortlab-title");
     this.state = make("span", "ortlab-state", { role: "status" });
@@ -178,8 +195,6 @@ class View {
     this.#buildPanel();
     this.silence = make("div", "ortlab-silence", { role: "status" });
     this.silence.hidden = true;
-    this.silence.textContent =
-      "No message from the kernel: it is busy, was restarted or has died. After a restart, %ort runs lists the saved runs.";
     this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, grid, this.changes, this.split,
       this.ranks.root);
   }
@@ -206,8 +221,8 @@ class View {
 
   /** Returns whether anything but numbers has changed. */
   #urgent() {
-    const { progress, asked, info, silent } = this.store;
-    return silent === this.silence.hidden || progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
+    const { progress, asked, info, silent, gone } = this.store;
+    return (silent || gone) === this.silence.hidden || progress?.state !== this.drawnState || asked !== this.drawnAsked || info !== this.drawnInfo;
   }
 
   #draw() {
@@ -229,11 +244,13 @@ class View {
 
   #drawProgress({ state, step, total, elapsed, left }) {
     const asked = this.store.asked;
-    const over = OVER.has(state);
+    const { gone, silent } = this.store;
+    const over = gone || OVER.has(state);
     this.drawnState = state;
     this.drawnAsked = asked;
-    setText(this.state, asked ? asked.shown : state);
-    this.root.dataset.state = state;
+    const shown = gone ? "its kernel has ended" : silent ? `${state} when last heard of` : state;
+    setText(this.state, asked && !gone ? asked.shown : shown);
+    this.root.dataset.state = gone ? "failed" : state;
     this.pause.textContent = state === "paused" ? "Resume" : "Pause";
     this.pause.title = state === "paused" ? "Resume the training" : "Pause after the current step";
     this.buttons.hidden = over;
@@ -246,10 +263,19 @@ class View {
     if (percent == null) this.bar.removeAttribute("aria-valuenow");
     else this.bar.setAttribute("aria-valuenow", String(percent));
     const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
-    parts.push(over ? `took ${duration(elapsed)}` : `${duration(elapsed)} elapsed`);
+    parts.push(over && !gone ? `took ${duration(elapsed)}` : `${duration(elapsed)} elapsed`);
     if (left != null && !over) parts.push(`${duration(left)} left`);
     setText(this.numbers, parts.join(" · "));
-    this.silence.hidden = !this.store.silent;
+    this.silence.hidden = !silent && !gone;
+    setText(this.silence, gone ? this.#gone() : SILENT);
+  }
+
+  /** Returns what became of the run, and how to go on, after its kernel has ended. */
+  #gone() {
+    const name = this.store.model.get("name");
+    if (!name) return "The kernel has ended, and the loop with it.";
+    const resume = this.interactive ? `, %ort resume ${name} continues it` : "";
+    return `The kernel has ended, and the run with it. %ort runs says what became of it${resume}.`;
   }
 
   #drawInfo(info) {

@@ -1,0 +1,198 @@
+"""A run of the user's own training loop: its steps as torch makes them, and the values it logs."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer
+
+from ortlab.metrics.recorder import NAN, Watched
+from ortlab.metrics.user_metrics import MOST
+from ortlab.training.tracker import INTERCEPTION
+from ortlab.training.trainer_run import Step, TrainerRun, settings_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OF_STEP: Final = ("loss", "lr", "grad_norm", "samples", "tokens", "epoch")
+"""Values of a step that `LoopRun.log` sets; all others are metrics of an evaluation."""
+_EVALUATION_LOSS = ("eval_loss", "val_loss")
+
+
+class LoopRun(TrainerRun):
+    """The run of a user's own training loop: ``with ortlab.track(model) as run: ...``.
+
+    A step of the run ends when an optimizer of the model makes one: the first of them, if there are
+    several. Steps of other models, as in a GAN, belong to it. The loss is the sum of the values on
+    which ``backward`` was called since the last step of any optimizer, unless it is logged: with a
+    GradScaler, or where micro-batches are not divided by their number, log the loss itself. Samples
+    and tokens are those that the model was called with in training mode. Forward and backward times
+    are those before and in ``backward``.
+
+    Args:
+        model: The model that the loop trains, wrapped or not.
+        name: Name of the run; None for the next run-N.
+        show: Shows the run when it begins.
+        choice: Reason for the engine if "auto" chose it; "" if it was named.
+        where: What trains, for the title.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        name: str | None = None,
+        show: Callable[[Watched], object] = lambda _: None,
+        choice: str = "",
+        where: str = "a loop",
+    ) -> None:
+        super().__init__(
+            model,
+            total_steps=None,
+            step=0,
+            settings=settings_of(model),
+            arguments={},
+            name=name,
+            choice=choice,
+            where=where,
+            call=where,
+        )
+        self._show = show
+        self._optimizer: Callable[[], Optimizer | None] | None = None
+        self._told_many = False
+        self._counts_calls = True
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(error)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    def begin(self) -> None:
+        """Begin to record the steps of the calling thread, until `end`."""
+        self._free = time.perf_counter()
+        self.turn = _LoopStep(self._free, self)
+        INTERCEPTION.enter(self)
+        self._show(self)
+
+    def plan(self, total_steps: int | None) -> None:
+        """Set the number of steps of the whole loop.
+
+        Args:
+            total_steps: Optimizer steps; None if unknown.
+        """
+        self._total = total_steps
+
+    def count(self, batch: Any) -> None:
+        """Count the samples and tokens of a batch, in place of those that the model is called with.
+
+        Args:
+            batch: The batch.
+        """
+        self._counts_calls = False
+        self.turn.count(batch)
+
+    def log(self, **values: Any) -> None:
+        """Set values of the last step, or add metrics of an evaluation.
+
+        ``loss``, ``lr``, ``grad_norm``, ``samples``, ``tokens`` and ``epoch`` belong to the step.
+        All others are metrics of an evaluation, such as ``f1``, whose loss is ``eval_loss`` or
+        ``val_loss``; they are in the chart of evaluations, the history and comparisons.
+
+        Args:
+            **values: Numbers, or tensors and arrays with one element. A loss on a device is fetched
+                later, by another thread.
+
+        Raises:
+            ValueError: If a value is not a number. Nothing is logged.
+        """
+        given = {name: _number(name, value) for name, value in values.items()}
+        metrics = {name: float(value) for name, value in given.items() if name not in OF_STEP}
+        if self._due is not None:
+            self._due |= {name: value for name, value in given.items() if name in OF_STEP}
+        if not metrics:
+            return
+        loss = next((metrics.pop(name) for name in _EVALUATION_LOSS if name in metrics), NAN)
+        if len(metrics) > MOST and not self._told_many:
+            self._told_many = True
+            self.tell("warning", f"{len(metrics)} metrics were logged at once; {MOST} are kept")
+        kept = dict(list(metrics.items())[:MOST])
+        self.evaluated({f"eval_{name}": value for name, value in {"loss": loss, **kept}.items()})
+
+    def _meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._counts_calls:
+            super()._meet(model, args, kwargs)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """End a step, unless another optimizer than the model's first has made it.
+
+        Args:
+            optimizer: The optimizer that has made a step.
+        """
+        model, first = self.model, self._optimizer and self._optimizer()
+        if first is None and model is not None:
+            own = {id(parameter) for parameter in model.parameters()}
+            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+                first, self._optimizer = optimizer, weakref.ref(optimizer)
+        if first is not optimizer:
+            self.turn.loss = NAN
+            return
+        self.flush()
+        self.take_turn(self._step + 1, epoch=0.0)
+        self.turn = _LoopStep(self._free, self)
+
+
+class _LoopStep(Step):
+    """A step that ends itself when the optimizer has made it."""
+
+    def __init__(self, began: float, run: LoopRun) -> None:
+        super().__init__(began)
+        self._run = run
+        self._called = False
+
+    def count(self, batch: Any) -> None:
+        """See `Step.count`; the time before the first batch is that of the data."""
+        if not self._called:
+            self._called = True
+            now = time.perf_counter()
+            self.data_s, self.mark = now - self.began, now
+        super().count(batch)
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """See `Turn.after_optimizer`."""
+        super().after_optimizer(optimizer)
+        if not self.depth:
+            self._run.stepped(optimizer)
+
+
+def _number(name: str, value: Any) -> float | torch.Tensor:
+    """Return a value of `LoopRun.log`; a loss on a device stays there.
+
+    Raises:
+        ValueError: If it is not a number.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        stays = name == "loss" and value.device.type != "cpu"
+        return value.detach().clone() if stays else float(value.item())
+    if isinstance(value, int | float | np.number):
+        return float(value)
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
+        return float(value.item())
+    raise ValueError(f"cannot log {name}={value!r:.60}: give a number or a tensor of one element")

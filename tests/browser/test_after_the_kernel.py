@@ -1,0 +1,97 @@
+"""What a page shows once its kernel is gone: reopened, restarted, exported, printed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.lab import SCREENSHOTS, Notebook, Opens, Takes
+
+pytestmark = pytest.mark.browser
+
+SETUP = """
+%load_ext ortlab
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+inputs = torch.randn(2000, 8)
+train = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
+print(os.getpid())
+"""
+RUN = "run = %ort finetune model train --loss cross_entropy --engine eager --epochs 5000"
+
+
+def kill(book: Notebook) -> None:
+    (printed,) = book.outputs()[0]
+    os.kill(int(printed["text"]), signal.SIGKILL)
+
+
+def test_a_run_whose_kernel_died(
+    notebook: Opens, page: Page, screenshot: Takes, tmp_path: Path
+) -> None:
+    book = notebook([SETUP, RUN])
+    book.run_cell(0)
+    book.run_cell(1)
+    run = book.view()
+    still = page.locator("[data-ortlab-still]")
+    expect(still).to_contain_text("· running ·")
+    expect(still).to_be_hidden()
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    expect(run.locator(".ortlab-state")).to_have_text("its kernel has ended")
+    expect(run.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(run).to_contain_text("%ort resume run-1 continues it")
+    screenshot("kernel-died")
+    book.reload()
+    expect(still).to_be_visible()
+    expect(still).to_contain_text("%ort resume run-1 continues it")
+    expect(page.get_by_text("Error displaying widget")).to_be_hidden()
+    screenshot("kernel-died-reopened-light")
+    book.theme("JupyterLab Dark")
+    expect(page.locator("#jupyterlab-splash")).to_have_count(0)
+    screenshot("kernel-died-reopened-dark")
+    html = tmp_path / "page.html"
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output", str(html)]
+    subprocess.run([*command, str(book.file)], check=True, capture_output=True)
+    exported = page.context.new_page()
+    exported.goto(html.as_uri())
+    expect(exported.locator("body")).to_contain_text("%ort resume run-1 continues it")
+    expect(exported.locator("body")).not_to_contain_text("step 0 of")
+    exported.screenshot(path=SCREENSHOTS / "kernel-died-page.png")
+
+
+def test_a_panel_whose_kernel_died(notebook: Opens, page: Page) -> None:
+    book = notebook([SETUP, "%ort panel model train"])
+    book.run_cell(0)
+    book.run_cell(1)
+    expect(page.locator(".ortlab-panel-view")).to_be_visible()
+    still = page.locator("[data-ortlab-still]")
+    expect(still).to_be_hidden()
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    book.reload()
+    expect(still).to_be_visible()
+    expect(still).to_contain_text("learning_rate")
+    expect(page.get_by_text("Error displaying widget")).to_be_hidden()
+
+
+def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -> None:
+    book = notebook([SETUP, RUN.replace("5000", "1"), "await run"])
+    for cell in range(3):
+        book.run_cell(cell)
+    expect(page.locator("img[src^='data:image/png']").first).to_be_visible()
+    picture, left = book.outputs()[1]
+    assert "image/png" in picture["data"]
+    assert left["data"] == {"text/html": "", "text/plain": ""}
+    last = page.locator(".jp-OutputArea-child").filter(has=page.locator(".jp-RenderedHTMLCommon"))
+    assert all(each["height"] < 20 for each in [last.last.bounding_box() or {"height": 0}])

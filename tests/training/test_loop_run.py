@@ -1,0 +1,185 @@
+"""Users' own loops as runs: steps, values that are logged, history, comparison and bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import ortlab
+from ortlab.metrics.recorder import INDEX
+from ortlab.session import session
+from ortlab.training.loop_run import LoopRun
+from ortlab.utils.process_memory import SAMPLER
+from tests.support.needed_engines import needs
+from tests.support.worker_runs import Network, data
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(threads_end: None) -> Iterator[None]:
+    before = torch.Tensor.backward
+    yield
+    assert torch.Tensor.backward is before
+    assert not SAMPLER.running
+
+
+def loop(model: nn.Module, *, steps: int = 12, accumulation: int = 1) -> list[float]:
+    """Train as users write it, and return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    found = []
+    batches = iter(DataLoader(data(), batch_size=8))
+    for _ in range(steps):
+        total = 0.0
+        for _ in range(accumulation):
+            inputs, targets = next(batches)
+            loss = functional.cross_entropy(model(inputs), targets) / accumulation
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+def interrupted(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def column(run: LoopRun, name: str) -> list[float]:
+    values: list[float] = run.recorder.rows()[:, INDEX[name]].tolist()
+    return values
+
+
+@pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule"])
+def test_each_step_of_the_optimizer_is_one_of_the_run(engine: str) -> None:
+    needs(engine)
+    expected = loop(Network())
+    model = Network() if engine == "eager" else ortlab.wrap(Network(), engine=engine)
+    with ortlab.track(model, name=f"mine-{engine}") as run:
+        loop(model)
+    assert column(run, "step") == list(range(1, 13))
+    assert column(run, "loss") == pytest.approx(expected, rel=1e-4)
+    assert column(run, "lr") == [0.125] * 12
+    assert column(run, "samples") == [8] * 12
+    parts = [column(run, f"{each}_ms") for each in ("data", "forward", "backward", "optimizer")]
+    sums = np.sum(parts, axis=0)
+    assert all(sums > 0)
+    assert all(sums <= np.array(column(run, "step_ms")) + 0.01)
+    assert (run.name, run.state, run.step) == (f"mine-{engine}", "finished", 12)
+    assert run.engine_used == engine
+
+
+def test_micro_batches_are_one_step() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        expected = loop(model, steps=4, accumulation=3)
+    assert column(run, "loss") == pytest.approx(expected)
+    assert column(run, "samples") == [24] * 4
+
+
+def test_steps_of_another_model_belong_to_the_model_s() -> None:
+    one, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    expected = []
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other))
+    with ortlab.track(one) as run:
+        for _ in range(5):
+            for model, optimizer in ((other, second), (one, first)):
+                loss = model(torch.ones(2, 4)).sum()
+                loss.backward()
+                optimizer.step()
+            expected.append(loss.item())
+    assert column(run, "loss") == expected
+
+
+def test_values_that_are_logged() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        for step in range(4):
+            loop(model, steps=1)
+            run.log(loss=torch.tensor(0.5) * step, grad_norm=np.float32(2), epoch=step / 2)
+            if step % 2:
+                run.log(f1=0.25 * step, val_loss=1.0 + step)
+    assert column(run, "loss") == [0, 0.5, 1, 1.5]
+    assert column(run, "grad_norm") == [2] * 4
+    assert column(run, "epoch") == [0, 0.5, 1, 1.5]
+    events = [(event.step, event.values) for event in run.recorder.events("eval")]
+    assert [step for step, _ in events] == [2, 4]
+    assert events[1][1]["f1"] == 0.75
+    assert events[1][1]["loss"] == 4.0
+
+
+def test_it_is_in_the_history_and_in_comparisons(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        model = Network()
+        with ortlab.track(model, name=name) as run:
+            loop(model)
+            run.log(**{"f1 <b>": 0.5, "loss": 0.25})
+    assert "f1 &lt;b&gt;" in ortlab.list_runs()._repr_html_()
+    saved = ortlab.open_run("first")
+    assert saved.metrics.rows[-1, INDEX["loss"]] == 0.25
+    names = {each.name for each in ortlab.compare_runs("first", "second").differences}
+    assert "f1 <b>" in names
+    saved.to_tensorboard(tmp_path)
+    assert list(tmp_path.rglob("events.*"))
+
+
+def test_a_loop_that_raises_is_a_run_that_failed() -> None:
+    model = Network()
+    run = ortlab.track(model)
+    with pytest.raises(ZeroDivisionError), run:
+        len(loop(model, steps=3)) / 0
+    assert (run.state, run.step) == ("failed", 3)
+    assert run.status().error == "ZeroDivisionError: division by zero"
+    run = ortlab.track(model)
+    with pytest.raises(KeyboardInterrupt), run:
+        interrupted(loop(model, steps=2))
+    assert (run.state, run.step) == ("stopped", 2)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], torch.ones(2), np.ones(3)])
+def test_what_is_no_number(value: Any) -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        loop(model, steps=1)
+        with pytest.raises(ValueError, match=r"cannot log f1=.*: give a number or a tensor of one"):
+            run.log(loss=3.0, f1=value)
+        run.log(f1=math.nan)
+    assert column(run, "loss") != [3.0]
+    (event,) = run.recorder.events("eval")
+    assert math.isnan(event.values["f1"])
+
+
+def test_ten_thousand_metrics() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        for _ in range(2):
+            run.log(**{f"m{number}": number for number in range(10_000)})
+    warnings = [each.text for each in run.recorder.events("warning")]
+    assert warnings == ["10000 metrics were logged at once; 100 are kept"]
+    assert [len(each.values) for each in run.recorder.events("eval")] == [102, 102]
+
+
+def test_stop_is_for_the_loop_to_see() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        assert session.under_way(run.name) is run
+        run.stop()
+        assert run.stopping
+    assert run.state == "stopped"
+
+
+def test_another_model_s_loop_in_between_is_not_recorded() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        loop(model, steps=2)
+        loop(Network(), steps=2)
+        loop(model, steps=0)
+    assert run.step == 2
