@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         RaceKeywords,
         TuneKeywords,
     )
+    from ortlab.training.kernel_status import KernelStatus
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
     from ortlab.utils.findings import Finding
@@ -144,6 +145,18 @@ def models() -> Table[wrapped_models.ModelRow]:
     be checked, and the models that ``%%ort`` did not wrap, with the reasons.
     """
     return session.wrapped.table()
+
+
+def status() -> KernelStatus:
+    """Return the status of this kernel: its wrapped models, its runs, and how to go on.
+
+    Returns:
+        The status. ``status.models`` is the table of the wrapped models: engine asked for and used,
+        graphs, segments that ORT and torch run with their shares of the time, fallback;
+        ``status.runs`` that of the runs, races and searches: state, step, engine;
+        ``status.workers`` a line about the workers. More about the models: `models`.
+    """
+    return session.status()
 
 
 @brief

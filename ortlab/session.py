@@ -27,6 +27,7 @@ from ortlab.settings import (
 )
 from ortlab.training.run_registry import RunRegistry
 
+from ortlab.training.kernel_status import KernelStatus
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -657,3 +658,16 @@ class Session:
 
 session: Final = Session()
 """The session of this process."""
+    def status(self, *notes: str) -> KernelStatus:
+        """See `ortlab.api.status`.
+
+        Args:
+            *notes: Further lines to show.
+        """
+        return KernelStatus(
+            self.wrapped,
+            self.registry,
+            workers="" if self.workers is None else self.workers.summary,
+            notes=notes,
+        )
+

@@ -48,6 +48,8 @@ class BackgroundSearch(Protocol):
     name: str
 
     @property
+    doing: str
+    error: BaseException | None
     def standing(self) -> Any:
         """Result so far."""
         ...
@@ -68,6 +70,21 @@ if TYPE_CHECKING:
 
 
 class RunRegistry:
+        @property
+        def engine_asked(self) -> str:
+            """Name of the engine that was asked for."""
+            ...
+
+        @property
+        def engine_used(self) -> str:
+            """Name of the engine that executes the model."""
+            ...
+
+        @property
+        def about(self) -> dict[str, Any]:
+            """Content of run.json; see `ortlab.history.run_folder`."""
+            ...
+
     """Runs, Trainer runs and searches of one process, in the order in which they started.
 
     Attributes:

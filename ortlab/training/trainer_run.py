@@ -174,6 +174,11 @@ class TrainerRun(StoredRun):
         return self._model()
 
     @property
+    def engine_asked(self) -> str:
+        """Engine that was asked for."""
+        return self._engine_asked
+
+    @property
     def engine_used(self) -> str:
         """Engine that executes the model; after a fallback not the one that was asked for."""
         return self._report.engine_used

@@ -327,20 +327,26 @@ def command_called(name: str) -> Command:
 
     Args:
         name: Name of the command.
+        Command("status", "Show models with engine and graphs, and runs; so does %ort."),
+        Command(
+            "help",
+            "Show all commands, or the options of one.",
+            positionals=(Positional("command", "command", "a command", "?"),),
+        ),
 
     Raises:
         UsageError: If there is none; the message lists the commands and offers the nearest.
     """
     if name in COMMANDS:
         return COMMANDS[name]
-    raise UsageError(f"%ort has no command {name!r}: {unknown_name(name, COMMANDS)}")
+    found = unknown_name(name, COMMANDS, lists="%ort help")
+    raise UsageError(f"%ort has no command {name!r}: {found}")
 
 
 def overview() -> str:
     """Return the text of ``%ort?``: all commands with their usage."""
     width = max(map(len, COMMANDS))
-    lines = [("", "Show the wrapped models, and which were not wrapped and why.")]
-    lines += [(command.name, command.summary) for command in COMMANDS.values()]
+    lines = [(command.name, command.summary) for command in COMMANDS.values()]
     return "\n".join(
         [
             "Train in ONNX Runtime.",

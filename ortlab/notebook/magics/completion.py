@@ -93,6 +93,10 @@ class Names:
             "loader": _is_loader,
             "batch": _is_batch,
             "loss": _is_loss,
+        if kind == "command":
+            return list(COMMANDS)
+        if kind == "config":
+            return sorted(path.name for path in Path().glob("*.toml"))
             "metrics": _are_metrics,
         }
         hidden = self._shell.user_ns_hidden
