@@ -439,6 +439,8 @@ def finetune(
     metrics: Metrics | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
+    config: str | Path | None = None,
+    fresh: bool = False,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Train a model in the background, in place, and return the run at once.
@@ -473,6 +475,11 @@ def finetune(
             is True in a notebook and False in a script. A run that has not finished its first step
             ends in any case if data or values are wrong, and so does one whose data can be read
             only once.
+        config: A TOML file of settings, as ``run.save_config()`` writes it. Settings that are given
+            here win over those in the file.
+        fresh: Start from the weights and buffers that the model had before its first run in this
+            process. Without it, a model that a run has trained trains on, which the run says. They
+            are kept on disk, in the folder of that run, until the model or the process ends.
         **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``learning_rate=3e-5``.
 
     Raises:
@@ -493,6 +500,8 @@ def finetune(
         metrics=metrics,
         resume_from=resume_from,
         hold=hold,
+        config=config,
+        fresh=fresh,
         **settings,
     )
 

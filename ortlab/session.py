@@ -25,6 +25,7 @@ from ortlab.settings import (
     SearchSettings,
     TuneSettings,
 )
+    config_file,
 from ortlab.training.run_registry import RunRegistry
 
 from ortlab.training.kernel_status import KernelStatus
@@ -362,9 +363,15 @@ class Session:
         """See `ortlab.api.finetune`."""
         # heavy: torch
         from ortlab.checkpoint.checkpoint import Checkpoint
+        config: str | Path | None = None,
+        fresh: bool = False,
         from ortlab.training.resume import Beginning, beginning
         from ortlab.training.start import RunRequest
 
+        if config is not None:
+            settings = config_file.read(config) | FinetuneSettings.canonical(settings)
+            saved = settings.pop("loss", None)
+            loss = saved if loss is None else loss
         begin: Beginning | Checkpoint | None
         if resume_from is None or isinstance(resume_from, Checkpoint):
             begin = resume_from

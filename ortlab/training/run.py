@@ -18,6 +18,7 @@ from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, State, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
+from ortlab.settings.signatures import takes
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
 from ortlab.training.control import ChangeRequest, Control
@@ -234,6 +235,7 @@ class Run(StoredRun):
 
     def resume(self, *, skip: bool = False, **changes: Any) -> None:
         """Resume a run that was paused, by the user or by a failure.
+    @takes(FinetuneSettings.declarations().values(), changes=True)
 
         Data that failed is read again from the end of the last step, in the same order. An
         evaluation that failed is made again.
@@ -302,6 +304,7 @@ class Run(StoredRun):
 
     def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
+    @takes(FinetuneSettings.declarations().values(), changes=True)
 
         The weights, the optimizer's state, the order of the data and the random states stay.
         Learning rate, schedule, batch size, accumulation, clipping and weight decay are free to

@@ -63,6 +63,16 @@ COMMANDS = {
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 _METRICS,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
+                Option(
+                    "--config",
+                    "TOML file of settings, as run.save_config() writes it",
+                    kind="config",
+                ),
+            ),
+            besides=(
+                Declaration(
+                    "fresh", bool, False, "start from the weights before the model's first run"
+                ),
             ),
         ),
         Command(
@@ -317,6 +327,12 @@ COMMANDS = {
             "device",
             "Show what this kernel runs on: CPU, threads, memory, GPUs, engines.",
         ),
+        Command("status", "Show models with engine and graphs, and runs; so does %ort."),
+        Command(
+            "help",
+            "Show all commands, or the options of one.",
+            positionals=(Positional("command", "command", "a command", "?"),),
+        ),
         Command("doctor", "Check what this machine has, what it lacks and how to fix it."),
     )
 }
@@ -327,12 +343,6 @@ def command_called(name: str) -> Command:
 
     Args:
         name: Name of the command.
-        Command("status", "Show models with engine and graphs, and runs; so does %ort."),
-        Command(
-            "help",
-            "Show all commands, or the options of one.",
-            positionals=(Positional("command", "command", "a command", "?"),),
-        ),
 
     Raises:
         UsageError: If there is none; the message lists the commands and offers the nearest.

@@ -46,6 +46,7 @@ class RunCommands:
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", given.words["metrics"]),
             resume_from=given.words["resume_from"],
+            config=given.words["config"],
             **settings,
         )
 
