@@ -58,6 +58,7 @@ class Run(StoredRun):
             one. `settings` may differ where `ortlab.training.training_state.place` allows it.
         warnings: Warnings about the start of the run, shown to the user.
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
+        notes: Lines on the start of the run, shown to the user.
         earlier: Run of `begin`, if this run includes its metrics.
         names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss`` and ``metrics``,
             by which `ortlab.resume` finds them again.
@@ -87,6 +88,7 @@ class Run(StoredRun):
         begin: Checkpoint | None = None,
         warnings: Sequence[str] = (),
         choice: str = "",
+        notes: Sequence[str] = (),
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
@@ -123,10 +125,10 @@ class Run(StoredRun):
             metrics=metrics,
         )
         self._view = RunView(
-            self._progress, self._record, warnings=warnings, choice=choice, kept=kept
+            self._progress, self._record, warnings=warnings, choice=choice, notes=notes, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
-        told += [("note", choice)] if choice else []
+        told += [("note", note) for note in (*notes, choice) if note]
         work = RunWork(model, prepare, batches, held_out, faults, begin, metrics)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
@@ -233,9 +235,9 @@ class Run(StoredRun):
         """Pause before the next step, without waiting for it."""
         self._control.pause()
 
+    @takes(FinetuneSettings.declarations().values(), changes=True)
     def resume(self, *, skip: bool = False, **changes: Any) -> None:
         """Resume a run that was paused, by the user or by a failure.
-    @takes(FinetuneSettings.declarations().values(), changes=True)
 
         Data that failed is read again from the end of the last step, in the same order. An
         evaluation that failed is made again.
@@ -302,9 +304,9 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
+    @takes(FinetuneSettings.declarations().values(), changes=True)
     def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
-    @takes(FinetuneSettings.declarations().values(), changes=True)
 
         The weights, the optimizer's state, the order of the data and the random states stay.
         Learning rate, schedule, batch size, accumulation, clipping and weight decay are free to
