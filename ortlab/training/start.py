@@ -295,12 +295,12 @@ class RunStarter:
         first = "" if file is None else file.parent.name
         if request.fresh:
             found = initial_weights.load(original, file)
-            return found, [f"starts from the weights from before {first}"]
+            return found, [f"starts from the weights before {first}"]
         if not initial_weights.are_of(past, original):
             return None, []
         offer = "create the model again for a fresh start"
         if file is not None and file.exists():
-            offer = f"--fresh (fresh=True) starts from the weights from before {first}"
+            offer = f"--fresh (fresh=True) starts from the weights before {first}"
         return None, [f"continues from weights that {past}; {offer}"]
 
     def _create(

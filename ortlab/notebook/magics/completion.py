@@ -186,12 +186,13 @@ def matcher(names: Names) -> Callable[[Any], Any]:
 
     @completer.context_matcher()  # type: ignore[untyped-decorator]
     def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        found = offers(context.text_until_cursor, names)
+        found, kind = offers(context.text_until_cursor, names), "magic"
         if not found:
+            kind = "value"
             lines = context.full_text.split("\n")[: context.cursor_line]
             found = values("\n".join([*lines, context.text_until_cursor]))
         return {
-            "completions": [completer.SimpleCompletion(text=text, type="magic") for text in found],
+            "completions": [completer.SimpleCompletion(text=text, type=kind) for text in found],
             "suppress": bool(found),
         }
 

@@ -42,14 +42,14 @@ def test_a_rerun_says_that_it_trains_on_and_offers_the_fresh_start(ip: Typist) -
     out = ip(f"{TRAIN}\nawait run")
     told = (
         f"continues from weights that {first} trained (4 steps); --fresh (fresh=True) starts from "
-        f"the weights from before {first}"
+        f"the weights before {first}"
     )
     assert lines(ip) == (told,)
     assert told in out, "the text of the run shows it"
     assert told in {event.text for event in ip["run"].recorder.events("note")}
     assert losses(ip) != began
     ip(f"{TRAIN} --fresh\nawait run")
-    assert lines(ip) == (f"starts from the weights from before {first}",)
+    assert lines(ip) == (f"starts from the weights before {first}",)
     assert losses(ip) == began, "weights, buffers and random numbers are those of the first run"
     ip(
         "import ortlab\nrun = ortlab.finetune(net, data, loss='cross_entropy', engine='eager', "
