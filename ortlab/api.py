@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         TuneKeywords,
     )
     from ortlab.training.callbacks import Callbacks
+    from ortlab.training.kernel_status import KernelStatus
     from ortlab.training.loop_run import LoopRun
     from ortlab.training.run import Run
     from ortlab.training.tracker import Tracker
@@ -146,6 +147,18 @@ def models() -> Table[wrapped_models.ModelRow]:
     be checked, and the models that ``%%ort`` did not wrap, with the reasons.
     """
     return session.wrapped.table()
+
+
+def status() -> KernelStatus:
+    """Return the status of this kernel: its wrapped models, its runs, and how to go on.
+
+    Returns:
+        The status. ``status.models`` is the table of the wrapped models: engine asked for and used,
+        graphs, segments that ORT and torch run with their shares of the time, fallback;
+        ``status.runs`` that of the runs, races and searches: state, step, engine;
+        ``status.workers`` a line about the workers. More about the models: `models`.
+    """
+    return session.status()
 
 
 @brief
@@ -429,6 +442,8 @@ def finetune(
     callbacks: Callbacks | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
+    config: str | Path | None = None,
+    fresh: bool = False,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Train a model in the background, in place, and return the run at once.
@@ -465,6 +480,11 @@ def finetune(
             is True in a notebook and False in a script. A run that has not finished its first step
             ends in any case if data or values are wrong, and so does one whose data can be read
             only once.
+        config: A TOML file of settings, as ``run.save_config()`` writes it. Settings that are given
+            here win over those in the file.
+        fresh: Start from the weights and buffers that the model had before its first run in this
+            process. Without it, a model that a run has trained trains on, which the run says. They
+            are kept on disk, in the folder of that run, until the model or the process ends.
         **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``learning_rate=3e-5``.
 
     Raises:
@@ -486,6 +506,8 @@ def finetune(
         callbacks=callbacks,
         resume_from=resume_from,
         hold=hold,
+        config=config,
+        fresh=fresh,
         **settings,
     )
 

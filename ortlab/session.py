@@ -5,6 +5,7 @@ It trains, draws and displays nothing itself and does not depend on IPython.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -24,7 +25,9 @@ from ortlab.settings import (
     RaceSettings,
     SearchSettings,
     TuneSettings,
+    config_file,
 )
+from ortlab.training.kernel_status import KernelStatus
 from ortlab.training.run_registry import RunRegistry
 
 if TYPE_CHECKING:
@@ -245,6 +248,10 @@ class Session:
         self.wrapped = wrapped_models.WrappedModels()
         self.workers: Workers | None = None
         self.registry = RunRegistry()
+        self.cell = 0
+        """Number of the notebook's cell that runs; 0 outside a notebook."""
+        # Cell that started a run, and what it asked for.
+        self._cells: weakref.WeakKeyDictionary[Run, tuple[int, Any]] = weakref.WeakKeyDictionary()
         self._reports = ModelReports(self.wrapped, self.registry)
 
     def __repr__(self) -> str:
@@ -359,32 +366,70 @@ class Session:
         callbacks: Callbacks | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
+        config: str | Path | None = None,
+        fresh: bool = False,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.finetune`."""
+        if config is not None:
+            settings = config_file.read(config) | FinetuneSettings.canonical(settings)
+            saved = settings.pop("loss", None)
+            loss = saved if loss is None else loss
         # heavy: torch
         from ortlab.checkpoint.checkpoint import Checkpoint
         from ortlab.training.resume import Beginning, beginning
         from ortlab.training.start import RunRequest
 
+        request = RunRequest(
+            model,
+            train,
+            eval_dataset=eval_dataset,
+            loss=loss,
+            metrics=metrics,
+            callbacks=callbacks,
+            hold=hold,
+            fresh=fresh,
+            settings=FinetuneSettings.canonical(settings),
+        )
+        asked = (self.cell, self._asked(request, resume_from))
+        if (live := self._started_by_same_cell(model, asked)) is not None:
+            return self._show_again(live)
         begin: Beginning | Checkpoint | None
         if resume_from is None or isinstance(resume_from, Checkpoint):
             begin = resume_from
         else:
             begin = beginning(resume_from)
-        return self._start(
-            RunRequest(
-                model,
-                train,
-                eval_dataset=eval_dataset,
-                loss=loss,
-                metrics=metrics,
-                callbacks=callbacks,
-                begin=begin,
-                hold=hold,
-                settings=settings,
-            )
+        run = self._start(dataclasses.replace(request, begin=begin))
+        self._cells[run] = asked
+        return run
+
+    def _asked(self, request: RunRequest, resume_from: object) -> tuple[Any, ...]:
+        """Return what a call asks for: the user's names of its values, and its settings."""
+        loss = request.loss if isinstance(request.loss, str) else None
+        names = request.names(self._names())
+        return names, loss, dict(request.settings), request.hold, request.fresh, f"{resume_from}"
+
+    def _started_by_same_cell(self, model: nn.Module, asked: tuple[int, Any]) -> Run | None:
+        """Return the active run of a model if a cell asks again for what an earlier one asked."""
+        run = self.registry.training(model) if wrapped_models.is_model(model) else None
+        if run is None or run not in self._cells:
+            return None
+        entry = self.wrapped.entry(model)
+        original = model if entry is None else entry.original
+        number, before = self._cells[run]
+        again = number != asked[0] and before == asked[1] and run.model is original
+        return run if again else None
+
+    def _show_again(self, run: Run) -> Run:
+        status = run.status()
+        total = "" if status.total_steps is None else f" of {status.total_steps:,}"
+        print(
+            f"{run.name} trains this model already ({status.state}, step {status.step:,}{total}) "
+            f"and is shown again; %ort stop {run.name} ends it",
+            flush=True,
         )
+        self.show(run)
+        return run
 
     def resume(
         self,
@@ -659,6 +704,19 @@ class Session:
     ) -> RecomputePlans:
         """See `ortlab.api.recompute_plans`; `settings` select the graph built for them."""
         return self._reports.recompute_plans(model, batch, optimizer=optimizer, settings=settings)
+
+    def status(self, *notes: str) -> KernelStatus:
+        """See `ortlab.api.status`.
+
+        Args:
+            *notes: Further lines to show.
+        """
+        return KernelStatus(
+            self.wrapped,
+            self.registry,
+            workers="" if self.workers is None else self.workers.summary,
+            notes=notes,
+        )
 
     # ---- history ---------------------------------------------------------------------------------
 

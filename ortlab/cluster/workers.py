@@ -120,6 +120,14 @@ class Workers:
         """Name of the function that they are running; None when they are idle."""
         return self._busy
 
+    @property
+    def summary(self) -> str:
+        """Their number, place and state, without asking them."""
+        if self.broken is not None:
+            return f"none: {self.broken}; {self._again()}"
+        where = "on this machine" if self.profile is None else f"of profile {self.profile}"
+        return f"{len(self)} {where}, {f'busy: {self._busy}' if self._busy else 'idle'}"
+
     def usable(self) -> bool:
         """Return whether all workers are still running."""
         self._look()

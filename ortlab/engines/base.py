@@ -108,6 +108,25 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class GraphCount:
+    """Number of a model's graphs so far, and of their parts.
+
+    Attributes:
+        graphs: Number of graphs.
+        ort_segments: Parts of them that ORT runs; None if they have no parts.
+        torch_segments: Parts of them that torch runs; None if they have no parts.
+        ort_share: Part of the time of the model's calls that ORT took; None before the first one.
+        torch_share: Same for the rest of the graphs.
+    """
+
+    graphs: int
+    ort_segments: int | None = None
+    torch_segments: int | None = None
+    ort_share: float | None = None
+    torch_share: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """An engine's report on the model that it executes.
 
@@ -119,6 +138,7 @@ class Report:
         check_s: Total time of self-checks so far, in seconds.
         notes: Lines for the user: completed checks, repeated exports and their reasons.
         remarks: Lines that every view shows: differences from eager torch, parts outside of ORT.
+        graphs: Number of the model's graphs; None for an engine that makes none.
     """
 
     engine_used: str
@@ -127,6 +147,7 @@ class Report:
     check_s: float = 0.0
     notes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    graphs: GraphCount | None = None
 
 
 @dataclass(frozen=True)

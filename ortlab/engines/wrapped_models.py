@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ortlab.engines import base
-from ortlab.engines.base import EngineUnavailable, wrapped_model
+from ortlab.engines.base import EngineUnavailable, GraphCount, Report, wrapped_model
 from ortlab.engines.holders import holders
 from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import resolved, succeed
@@ -111,6 +111,7 @@ class ModelRow:
 
     Attributes:
         name: Names of the wrapper, joined by commas.
+        kind: Class of the model.
         engine_asked: Engine that was asked for.
         engine_used: Engine in use.
         device: Devices of the parameters.
@@ -120,9 +121,11 @@ class ModelRow:
         check_s: Time of the self-checks, in seconds.
         fallback_reason: Why another engine is in use; None without a fallback.
         remarks: Reason for the engine "auto", and differences from eager torch.
+        graphs: Number of its graphs; None for an engine that makes none.
     """
 
     name: str
+    kind: str
     engine_asked: str
     engine_used: str
     device: str
@@ -132,6 +135,7 @@ class ModelRow:
     check_s: float
     fallback_reason: str | None
     remarks: tuple[str, ...]
+    graphs: GraphCount | None
 
 
 def _seconds(value: float) -> str:
@@ -372,10 +376,16 @@ class WrappedModels:
         wrapper, original = entry.wrapper, entry.original
         if wrapper is None or original is None:
             return None
-        report = entry.engine.report(wrapper)
+        try:
+            report = entry.engine.report(wrapper)
+        # A run may change anything meanwhile. The other rows are right, and so is the next table.
+        except Exception as error:  # noqa: BLE001
+            told = f"its report cannot be read now: {type(error).__name__}: {error}"
+            report = Report(entry.settings.engine, remarks=(told,))
         parameters = list(original.parameters())
         return ModelRow(
             name=", ".join(self._names_of(wrapper)) or f"a {type(original).__name__}",
+            kind=type(original).__name__,
             engine_asked=AUTO if entry.choice else entry.settings.engine,
             engine_used=report.engine_used,
             device=", ".join(sorted({str(p.device) for p in parameters})),
@@ -385,6 +395,7 @@ class WrappedModels:
             check_s=report.check_s,
             fallback_reason=report.fallback_reason,
             remarks=tuple(filter(None, (entry.choice, *report.remarks[:_MOST_REMARKS]))),
+            graphs=report.graphs,
         )
 
     def _forget_unreachable(self) -> None:
@@ -397,9 +408,8 @@ class WrappedModels:
     def _names_of(self, model: nn.Module) -> list[str]:
         if self.namespace is None:
             return []
-        return [
-            name for name, value in self.namespace.items() if value is model and is_own_name(name)
-        ]
+        variables = list(self.namespace.items())  # other threads may add some
+        return [name for name, value in variables if value is model and is_own_name(name)]
 
     def _found(
         self, namespace: Namespace, bound: Iterable[str]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.history import entry, notes
 from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
-from ortlab.settings import stored
+from ortlab.settings import FinetuneSettings, config_file, stored
+from ortlab.utils.files import write_private
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 
@@ -140,6 +141,32 @@ class StoredRun:
         """
         for each in tags:
             notes.remove_tag(self.folder, each)
+
+    def save_config(self, path: str | Path | None = None) -> Path:
+        """Write the settings that the run began with to a TOML file, without the defaults.
+
+        ``%ort finetune model data --config run-3.toml`` and ``ortlab.finetune(..., config=path)``
+        start a run with the same settings. A loss function of your own is no setting: the file
+        says that it must be given again.
+
+        Args:
+            path: The file, which is replaced; None for one in the current folder that is named
+                after the run.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: Another version of ortlab with different settings wrote the run.
+            RuntimeError: The file cannot be written.
+        """
+        file = Path(f"{self.name}.toml" if path is None else path).expanduser()
+        text = config_file.text(FinetuneSettings.of(self.began_with), run=self.name)
+        try:
+            write_private(file, text.encode())
+        except OSError as error:
+            raise RuntimeError(f"the settings cannot be written to {file}: {error}") from error
+        return file
 
     def to_frame(self) -> pandas.DataFrame:
         """Return all steps as a pandas DataFrame.

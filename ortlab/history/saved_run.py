@@ -195,7 +195,5 @@ def find(name: str | int, root: Path | None = None) -> RunEntry:
 
 def _offer(wanted: str, found: dict[str, RunEntry], newest: list[str]) -> str:
     """Return suggestions for a name; of a long history only the newest runs are listed."""
-    if len(found) <= len(newest):
-        return unknown_name(wanted, found)
-    near = unknown_name(wanted, found).partition("; ")[2]
-    return f"the newest are {', '.join(newest)}" + (f"; {near}" if near else "")
+    near = unknown_name(wanted, found, lists="%ort runs")
+    return near if len(found) <= len(newest) else f"the newest are {', '.join(newest)}; {near}"

@@ -192,7 +192,7 @@ class Declaration:
         return value
 
     def _unknown(self, name: str) -> str:
-        return unknown_name(name, self.choices, accepted=self.renamed)
+        return unknown_name(name, self.choices, accepted=self.renamed, lists="--help")
 
     def _check_bounds(self, value: float) -> None:
         if not math.isfinite(value):
@@ -205,8 +205,9 @@ class Declaration:
             raise ValueError(f"{self.name}={value!r} must be at most {self.maximum:g}")
 
 
-_MOST_LISTED = 40
-"""Names that a message lists; a notebook has hundreds of variables, and a run 60 settings."""
+_MOST_LISTED = 8
+"""Names that a message lists whole; of more it names the nearest ones."""
+_NEAREST = 3
 
 
 def unknown_name(
@@ -216,23 +217,28 @@ def unknown_name(
     accepted: Mapping[str, str] | None = None,
     lists: str = "",
 ) -> str:
-    """Return a phrase that lists the known names and suggests the closest one.
+    """Return a phrase that suggests the closest of the known names, and lists a few of them.
 
     Args:
         name: The unknown name.
         known: All valid names.
         accepted: Name that is valid and not listed -> the one that it means.
-        lists: What lists the names, said where they are too many and none is close.
+        lists: What lists all names, such as "%ort --help", said where the phrase does not.
     """
     known, others = list(known), dict(accepted or {})
     near = difflib.get_close_matches(name, [*known, *others], n=1)
     offer = f"did you mean {others.get(near[0], near[0])!r}?" if near else ""
-    if len(known) > _MOST_LISTED:
-        return offer or "; ".join(
-            filter(None, (f"none of the {len(known)} names is similar", lists))
-        )
-    listed = f"choose from {', '.join(known) or 'nothing (none exist)'}"
-    return f"{listed}; {offer}" if offer else listed
+    if len(known) <= _MOST_LISTED:
+        listed = f"choose from {', '.join(known) or 'nothing (none exist)'}"
+        return f"{listed}; {offer}" if offer else listed
+    ranked = difflib.get_close_matches(name, [*known, *others], n=len(known), cutoff=0.0)
+    first, *more = list(dict.fromkeys(others.get(each, each) for each in ranked))[:_NEAREST]
+    if offer:
+        found = f"{offer} also near: {', '.join(more)}"
+    else:
+        nearest = ", ".join((first, *more))
+        found = f"none of the {len(known)} names is similar; the nearest are {nearest}"
+    return f"{found}; {lists} lists all {len(known)}" if lists else found
 
 
 def setting(default: Any, *, help: str, **bounds: Any) -> Any:  # noqa: A002 - argparse's word
@@ -257,15 +263,17 @@ def aliases(declared: Iterable[Declaration]) -> dict[str, str]:
     return {each.alias: each.name for each in declared if each.alias}
 
 
-def unknown_setting(name: str, known: Mapping[str, Declaration]) -> str:
+def unknown_setting(name: str, known: Mapping[str, Declaration], command: str = "") -> str:
     """Return the message about a setting that does not exist.
 
     Args:
         name: The unknown name.
         known: All settings by name.
+        command: Command of ``%ort`` whose options they are; "" for none.
     """
     accepted = aliases(known.values())
-    return f"unknown setting {name!r}: {unknown_name(name, known, accepted=accepted)}"
+    lists = f"%ort {command} --help-all" if command else ""
+    return f"unknown setting {name!r}: {unknown_name(name, known, accepted=accepted, lists=lists)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +290,8 @@ class Settings:
 
     title: ClassVar[str] = ""
     """Name of the topic in lists of settings."""
+    command: ClassVar[str] = ""
+    """Command of ``%ort`` whose help lists the settings; "" for none."""
 
     def __init_subclass__(cls) -> None:
         cls.__repr__ = Settings.__repr__  # type: ignore[method-assign]  # dataclass would write one
@@ -343,7 +353,7 @@ class Settings:
         known = cls.declarations()
         for name in values:
             if name not in known:
-                raise ValueError(unknown_setting(name, known))
+                raise ValueError(unknown_setting(name, known, cls.command))
         return cls._nested(values)
 
     @classmethod

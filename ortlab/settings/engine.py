@@ -187,6 +187,7 @@ class EngineSettings(Settings):
     """Settings of the execution of a model: the options of ``%%ort`` and ``ortlab.wrap``."""
 
     title: ClassVar[str] = "model"
+    command: ClassVar[str] = "wrap"
 
     engine: str = setting(
         AUTO,
@@ -194,8 +195,7 @@ class EngineSettings(Settings):
         renamed=SAME_ENGINE,
         panel=True,
         common=True,
-        help="engine that executes the model; auto is an ORT engine that runs here with these "
-        "settings, else eager",
+        help="engine that executes the model; auto is an ORT engine if one runs here, else eager",
     )
     precision: str = setting(
         "fp32",
@@ -221,9 +221,9 @@ class EngineSettings(Settings):
         "off",
         panel=True,
         common=True,
-        help="activations to recompute in the backward pass instead of storing them: off, layers "
-        "(all lists of layers), modules such as encoder.layer.*.attention, or plans of %ort "
-        "recompute, joined by commas",
+        help="activations to recompute in backward: off, layers (all lists of layers), modules "
+        "such as encoder.layer.*.attention, or plans of ORTModule such as BiasGelu+:1:-1; "
+        "separate several with commas",
     )
     activation_budget: float = setting(
         1.0,

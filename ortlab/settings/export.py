@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ortlab.settings.choices import EXPORT_OPSETS
 from ortlab.settings.declaration import Settings, setting
@@ -11,6 +12,8 @@ from ortlab.settings.declaration import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(Settings):
     """Settings of an export for inference: options of ``%ort export`` and ``ortlab.export``."""
+
+    command: ClassVar[str] = "export"
 
     opset: int = setting(
         17,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ortlab.settings.choices import OPTIMIZERS
 from ortlab.settings.declaration import Settings, setting
@@ -11,6 +12,8 @@ from ortlab.settings.declaration import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings(Settings):
     """Settings of a memory plan: the options of ``%ort zero plan`` and ``ortlab.zero_plan``."""
+
+    command: ClassVar[str] = "zero"
 
     gpus: int = setting(8, minimum=1, help="devices that the model's state is sharded across")
     memory: str | None = setting(

@@ -130,7 +130,7 @@ class SearchSettings(Settings):
         known = cls.accepted()
         for name in given:
             if name not in known:
-                raise ValueError(unknown_setting(name, known))
+                raise ValueError(unknown_setting(name, known, cls.command))
         mine = cls.of({name: value for name, value in given.items() if name in own})
         return mine, {name: value for name, value in given.items() if name not in own}
 
@@ -138,6 +138,8 @@ class SearchSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class RaceSettings(SearchSettings):
     """Settings of a race: the options of ``%ort race`` and ``ortlab.race``."""
+
+    command: ClassVar[str] = "race"
 
     rounds: int = setting(
         10, minimum=1, help="measured rounds; every set-up has one turn per round"
@@ -157,6 +159,7 @@ class RaceSettings(SearchSettings):
 class TuneSettings(SearchSettings):
     """Settings of a search: the options of ``%ort tune`` and ``ortlab.tune``."""
 
+    command: ClassVar[str] = "tune"
     # Most settings that it does not accept are results of the search.
     without = (*SearchSettings.without, "batch_size", "gradient_accumulation_steps", "recompute")
 

@@ -23,7 +23,10 @@ class _Plain(str):
 
 
 def takes(
-    declared: Iterable[Declaration], *, renamed: Mapping[str, str] | None = None
+    declared: Iterable[Declaration],
+    *,
+    renamed: Mapping[str, str] | None = None,
+    changes: bool = False,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that shows settings in a signature in place of ``**settings``.
 
@@ -33,6 +36,7 @@ def takes(
     Args:
         declared: Settings that the function takes.
         renamed: Accepted name of another argument -> its name.
+        changes: True if a setting that is not given stays as it is; its default is shown as "...".
     """
     others = dict(renamed or {})
 
@@ -41,6 +45,8 @@ def takes(
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = {parameter.name for parameter in named}
         shown = [_parameter(each) for each in declared if each.name not in taken]
+        if changes:
+            shown = [parameter.replace(default=...) for parameter in shown]
 
         @functools.wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> T:

@@ -61,8 +61,7 @@ class OptimSettings(Settings):
     loss: str | None = setting(
         None,
         common=True,
-        help=f"loss function of the notebook, or one of {', '.join(LOSSES)}; "
-        "if not set, the loss that the model returns",
+        help=f"function of the notebook, or one of {', '.join(LOSSES)}; by default the model's own",
     )
     learning_rate: float = setting(
         5e-5,
@@ -228,6 +227,8 @@ class CheckpointSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Settings):
     """Settings of fine-tuning: the options of ``%ort finetune`` and ``ortlab.finetune``."""
+
+    command: ClassVar[str] = "finetune"
 
     model: EngineSettings = field(default_factory=EngineSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)

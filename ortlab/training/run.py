@@ -19,6 +19,7 @@ from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import NAN, Recorder, State, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
+from ortlab.settings.signatures import takes
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
 from ortlab.training.callbacks import Callbacks, RunCallbacks
@@ -59,6 +60,7 @@ class Run(StoredRun):
             one. `settings` may differ where `ortlab.training.training_state.place` allows it.
         warnings: Warnings about the start of the run, shown to the user.
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
+        notes: Lines on the start of the run, shown to the user.
         earlier: Run of `begin`, if this run includes its metrics.
         names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss``, ``metrics`` and
             ``callbacks``, by which `ortlab.resume` finds them again.
@@ -89,6 +91,7 @@ class Run(StoredRun):
         begin: Checkpoint | None = None,
         warnings: Sequence[str] = (),
         choice: str = "",
+        notes: Sequence[str] = (),
         earlier: Earlier | None = None,
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
@@ -127,11 +130,12 @@ class Run(StoredRun):
             earlier=earlier,
             metrics=metrics,
         )
+        notes = [*notes, *filter(None, [length])]
         self._view = RunView(
-            self._progress, self._record, warnings=warnings, choice=choice, kept=kept
+            self._progress, self._record, warnings=warnings, choice=choice, notes=notes, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
-        told += [("note", note) for note in (choice, length) if note]
+        told += [("note", note) for note in (*notes, choice) if note]
         work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
@@ -249,6 +253,7 @@ class Run(StoredRun):
         """Pause before the next step, without waiting for it."""
         self._control.pause()
 
+    @takes(FinetuneSettings.declarations().values(), changes=True)
     def resume(self, *, skip: bool = False, **changes: Any) -> None:
         """Resume a run that was paused, by the user or by a failure.
 
@@ -314,6 +319,7 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
+    @takes(FinetuneSettings.declarations().values(), changes=True)
     def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
 

@@ -7,13 +7,15 @@ after a cell has dropped its name for them, it keeps no run, model or data alive
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from ortlab.settings import unknown_name
 from ortlab.utils.weak_list import Recent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from ortlab.metrics.recorder import Watched
@@ -46,6 +48,8 @@ class BackgroundSearch(Protocol):
     """A race or a search of settings that runs in the background."""
 
     name: str
+    doing: str
+    error: BaseException | None
 
     @property
     def standing(self) -> Any:
@@ -66,6 +70,21 @@ if TYPE_CHECKING:
     class FollowedRun(TrainingRun, Watched, Protocol):
         """A run of Hugging Face's Trainer, which trains by itself and is only observed."""
 
+        @property
+        def engine_asked(self) -> str:
+            """Name of the engine that was asked for."""
+            ...
+
+        @property
+        def engine_used(self) -> str:
+            """Name of the engine that executes the model."""
+            ...
+
+        @property
+        def about(self) -> dict[str, Any]:
+            """Content of run.json; see `ortlab.history.run_folder`."""
+            ...
+
 
 class RunRegistry:
     """Runs, Trainer runs and searches of one process, in the order in which they started.
@@ -74,6 +93,7 @@ class RunRegistry:
         runs: Runs of `ortlab.finetune`.
         trainers: Runs of Hugging Face's Trainer.
         searches: Races and searches of settings.
+        initial: File with the weights of each model from before its first run.
     """
 
     def __init__(self) -> None:
@@ -86,6 +106,10 @@ class RunRegistry:
             Run, weakref.WeakValueDictionary[str, nn.Module]
         ] = weakref.WeakKeyDictionary()
         self._data: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.initial: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()
+        self._folders: weakref.WeakKeyDictionary[nn.Module, list[Path]] = (
             weakref.WeakKeyDictionary()
         )
         self._preferred: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
@@ -117,6 +141,7 @@ class RunRegistry:
         self.runs.append(run)
         self._data[model] = _weak(data)
         self._wrapped[run] = wrapped
+        self._folders.setdefault(model, []).append(run.folder)
 
     @property
     def last_run(self) -> Run | None:
@@ -197,13 +222,17 @@ class RunRegistry:
         run = self.training(model) or _updates(self.trainers, model)
         if run is not None:
             raise ValueError(
-                f"{run.name} is training this model; await it, or stop it "
-                f"(%ort stop {run.name}) before the next run"
+                f"{run.name} is training this model; await it or stop it (%ort stop {run.name}) "
+                f"before the next run, or change its settings (%ort apply {run.name}, run.apply)"
             )
 
     def wrapped_by(self, run: Run) -> dict[str, nn.Module]:
         """Return the wrapped models that `run` has prepared so far, by engine."""
         return dict(self._wrapped.get(run) or {})
+
+    def folders(self, model: nn.Module) -> Sequence[Path]:
+        """Return the folders of all runs that have trained `model`, in order, even removed ones."""
+        return self._folders.get(model, ())
 
     def last_data(self, model: nn.Module) -> Any:
         """Return the data that `model` was last trained on.

@@ -23,6 +23,7 @@ class RunView:
         record: Record of the run.
         warnings: Warnings about the start of the run, shown as long as it exists.
         choice: Reason for the engine that the run begins with; "" if the user named it.
+        notes: Lines on the start of the run, shown as long as it exists.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
     """
 
@@ -33,12 +34,14 @@ class RunView:
         *,
         warnings: Sequence[str] = (),
         choice: str = "",
+        notes: Sequence[str] = (),
         kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._progress = progress
         self._record = record
         self._warnings = tuple(warnings)
         self._choice = (progress.settings.model.engine, choice)
+        self._notes = tuple(notes)
         self._kept = kept
 
     def __repr__(self) -> str:
@@ -128,7 +131,9 @@ class RunView:
     def _lines(self, *, over: bool) -> tuple[str, ...]:
         progress, record = self._progress, self._record
         engine, choice = self._choice
-        lines = [choice] if choice and engine == progress.settings.model.engine else []
+        lines = list(self._notes)
+        if choice and engine == progress.settings.model.engine:
+            lines.append(choice)
         if progress.step == 0 and not over:
             lines.append(progress.doing)
         since = progress.control.reading_since

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import reprlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
-from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, Stepper, tell
 from ortlab.engines.losses import loss_function
@@ -21,7 +22,7 @@ from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import engine_for, resolved, succeed
 from ortlab.metrics.user_metrics import Metrics, UserMetrics
 from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
-from ortlab.training import settings_preview
+from ortlab.training import initial_weights, settings_preview
 from ortlab.training.callbacks import Callbacks
 from ortlab.training.data_loading import of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
@@ -57,6 +58,7 @@ class RunRequest:
         begin: Checkpoint to resume from; None to start from the model's current weights.
         earlier: The run that this one continues, with its metrics; None for a new run.
         hold: Whether a run that fails waits for the user; None for the session's default.
+        fresh: Whether to start from the weights from before the model's first run.
         settings: Settings that the user gave by name.
     """
 
@@ -69,6 +71,7 @@ class RunRequest:
     begin: Beginning | Checkpoint | None = None
     earlier: Earlier | None = None
     hold: bool | None = None
+    fresh: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,6 +163,7 @@ class RunModel:
         services: RunServices,
         *,
         chosen: bool,
+        initial: MutableMapping[nn.Module, Path] | None,
     ) -> None:
         self.run: Run | None = None
         """The run; set once it exists."""
@@ -170,11 +174,13 @@ class RunModel:
         self._loss = loss
         self._chosen = chosen  # whether "auto" chose the engine
         self._services = services
+        self._initial = initial  # where to record the file of the weights; None to save none
         # A wrapped model keeps what its own engine has exported already.
         self._wrappers = {} if engine is None else {engine: self._module}
 
     def prepare(self, settings: FinetuneSettings) -> Stepper:
         """Return a stepper for `settings`: in this process, or of the workers."""
+        self._save_initial()
         engine = engine_for(settings)
         if settings.parallel.elsewhere:
             if uneven := unevenly(self._data, settings):
@@ -188,6 +194,16 @@ class RunModel:
             succeed(self._wrappers[engine.name], chosen=self._chosen)
         wrapper = self.prepared[engine.name] = self._wrappers[engine.name]
         return engine.prepare(wrapper, self._loss, settings)
+
+    def _save_initial(self) -> None:
+        """Save the weights from before the first run of the model, in the run's own thread."""
+        files, self._initial = self._initial, None
+        if files is None or self.run is None:
+            return
+        try:
+            files[self._original] = initial_weights.save(self._original, self.run.folder)
+        except (NotSaved, ValueError) as error:
+            tell(f"--fresh will not be possible: {error}")
 
     def first_nonfinite(
         self, stepper: Stepper, micro_batches: Sequence[Any], settings: FinetuneSettings
@@ -245,6 +261,8 @@ class RunStarter:
         if entry is None and (reason := self._wrapped.unfit(module)) is not None:
             raise ValueError(f"cannot fine-tune this {type(module).__name__}: it {reason}")
         self._registry.check_free(original)
+        past = initial_weights.trained_by(self._registry.folders(original))
+        restored, notes = self._weights(request, original, past)
         if request.checkpoint is not None:
             check_state(request.checkpoint, original, chosen.settings)
         engine_for(chosen.settings)
@@ -260,14 +278,42 @@ class RunStarter:
             chosen.loss,
             self._services,
             chosen=bool(chosen.choice),
+            initial=self._registry.initial if past is None else None,
         )
-        run = model.run = self._create(request, original, model, chosen)
+        run = model.run = self._create(request, original, model, chosen, notes)
+        if restored is not None:  # now that nothing else can be wrong
+            original.load_state_dict(restored.model)
         self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
         run.start()
         return run
 
+    def _weights(
+        self, request: RunRequest, original: nn.Module, past: initial_weights.Trained | None
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """Return the weights to restore, and lines on the weights that the run starts from."""
+        if request.fresh and request.begin is not None:
+            raise ValueError("fresh and resume_from exclude each other; leave one of them out")
+        if past is None or request.begin is not None:
+            return None, []
+        file = self._registry.initial.get(original)
+        first = "" if file is None else file.parent.name
+        if request.fresh:
+            found = initial_weights.load(original, file)
+            return found, [f"starts from the weights before {first}"]
+        if not initial_weights.are_of(past, original):
+            return None, []
+        offer = "create the model again for a fresh start"
+        if file is not None and file.exists():
+            offer = f"--fresh (fresh=True) starts from the weights before {first}"
+        return None, [f"continues from weights that {past}; {offer}"]
+
     def _create(
-        self, request: RunRequest, original: nn.Module, model: RunModel, chosen: ChosenSettings
+        self,
+        request: RunRequest,
+        original: nn.Module,
+        model: RunModel,
+        chosen: ChosenSettings,
+        notes: Sequence[str],
     ) -> Run:
         waits = self._services.waits if request.hold is None else request.hold
         return Run(
@@ -287,6 +333,7 @@ class RunStarter:
             begin=request.checkpoint,
             warnings=chosen.warnings,
             choice=chosen.choice,
+            notes=notes,
             earlier=request.earlier,
             names=request.names(self._services.names()),
         )

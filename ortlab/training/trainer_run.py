@@ -183,6 +183,11 @@ class TrainerRun(StoredRun):
         return self._state if self._going.is_set() else "paused"
 
     @property
+    def engine_asked(self) -> str:
+        """Engine that was asked for."""
+        return self._engine_asked
+
+    @property
     def engine_used(self) -> str:
         """Engine that executes the model; after a fallback not the one that was asked for."""
         return self._report.engine_used

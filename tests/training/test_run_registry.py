@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ class Standing:
 
     def __init__(self, name: str, model: nn.Module | None = None, state: str = "running") -> None:
         self.name, self.model, self.state = name, model, state
+        self.folder = Path(name)
         self.applied: dict[str, Any] = {}
 
     def over(self) -> bool:
@@ -81,7 +83,7 @@ def test_shared_weights_are_trained_by_one_run(registry: RunRegistry) -> None:
     run = Standing("run-x", whole)
     add(registry, run, whole)
     assert cast("Any", registry.training(part)) is run
-    with pytest.raises(ValueError, match="run-x is training this model; await it, or stop it"):
+    with pytest.raises(ValueError, match="run-x is training this model; await it or stop it"):
         registry.check_free(part)
     part.requires_grad_(False)
     registry.check_free(part)

@@ -11,7 +11,7 @@ import time
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final
@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ortlab.engines import plan_names
-from ortlab.engines.base import Report, tell
+from ortlab.engines.base import GraphCount, Report, tell
 from ortlab.engines.batch import tensors
 from ortlab.engines.call_signature import CallSignature
 from ortlab.engines.ort import check, recompute
@@ -571,13 +571,32 @@ class OrtModel:
             check_s=self._check_s - past.check_s,
             notes=tuple(self._notes[past.notes :]),
             remarks=tuple(remarks),
+            graphs=self._counted(past),
         )
+
+    def _counted(self, past: _Past) -> GraphCount:
+        graphs = list(self._backend.graphs)
+        parts = [part for graph in graphs for part in graph.division.parts()]
+        since = self._since(graphs, past)
+        whole = self._outside_s - past.outside_s + sum(each.seconds for each in since)
+        ort_s = sum(each.ort_s for each in since)
+        return GraphCount(
+            len(graphs),
+            sum(1 for graph in graphs for _ in graph.division.ort_segments()),
+            sum(part.torch_segments for part in parts),
+            ort_s / whole if whole else None,
+            (sum(each.seconds for each in since) - ort_s) / whole if whole else None,
+        )
+
+    def _since(self, graphs: Sequence[CompiledGraph], past: _Past) -> list[_Ran]:
+        """Return what each graph ran in since then."""
+        ran = [_Ran.of(graph) for graph in graphs]
+        return [now - was for now, was in zip_longest(ran, past.graphs, fillvalue=_Ran())]
 
     def _parts(self, past: _Past) -> list[str]:
         """Return lines on ORT's share of the time, on compilations, and on operators in torch."""
         graphs = list(self._backend.graphs)
-        ran = [_Ran.of(graph) for graph in graphs]
-        since = [now - was for now, was in zip_longest(ran, past.graphs, fillvalue=_Ran())]
+        since = self._since(graphs, past)
         used = [graph for graph, each in zip(graphs, since, strict=True) if each.calls]
         operators = [each for graph in used for each in graph.division.torch_operators()]
         in_torch = list(_in_torch(operators))

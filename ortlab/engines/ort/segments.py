@@ -399,11 +399,13 @@ class Division:
         module: Graph that calls the segments; it takes a list of arguments and empties it.
         segments: Segments that ORT runs.
         in_torch: Reasons for the operators that torch runs.
+        torch_segments: Number of segments that torch runs.
     """
 
     module: fx.GraphModule
     segments: list[OrtSegment]
     in_torch: dict[fx.Node, str]
+    torch_segments: int
 
     def parts(self) -> Iterator[Division]:
         """Iterate over this division and those of its segments that were divided again."""
@@ -427,15 +429,20 @@ class Division:
         found: dict[tuple[str, str], TorchOperators] = {}
         for part in self.parts():
             for node, reason in part.in_torch.items():
-                if node.target in VIEWS or isinstance(node.target, draws.Draw):
+                if not _counts(node):
                     continue
-                if next(tensors_in(node.meta.get("val")), None) is None:
-                    continue  # an assertion
                 name = str(node.target).removesuffix(".default")
                 operators = found.setdefault((name, reason), TorchOperators(name, reason))
                 if (line := source_line(node)) and line not in operators.lines:
                     operators.lines.append(line)
         return list(found.values())
+
+
+def _counts(node: fx.Node) -> bool:
+    """Return True for an operator in torch that computes, without random draws and assertions."""
+    if node.target in VIEWS or isinstance(node.target, draws.Draw):
+        return False
+    return next(tensors_in(node.meta.get("val")), None) is not None
 
 
 def divide(
@@ -687,7 +694,8 @@ class _Divider:
         self._outer.set_codegen(_Emptied())
         self._outer.lint()
         made = fx.GraphModule(self._root, self._outer)
-        return Division(made, self._segments, self._in_torch)
+        in_torch = {self._levels[node] for node in self._in_torch if _counts(node)}
+        return Division(made, self._segments, self._in_torch, len(in_torch))
 
     def _in_outer(self, node: fx.Node) -> fx.Node:
         """Return a node in the outer graph: numbers, constants and views of inputs on demand."""

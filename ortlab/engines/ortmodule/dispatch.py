@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortlab.engines.base import (
     EngineUnavailable,
+    GraphCount,
     Report,
     WrappedModel,
     tell,
@@ -242,6 +243,7 @@ class GraphDispatcher:
             check_s=self._check_s,
             notes=tuple(self._notes),
             remarks=(*self._remarks, _WITHOUT_WORKERS) if alone else tuple(self._remarks),
+            graphs=GraphCount(len(self.exports())),
         )
         if self._fallback is None or self._successor is None:
             return own
@@ -254,6 +256,7 @@ class GraphDispatcher:
             check_s=own.check_s + other.check_s,
             notes=own.notes + other.notes,
             remarks=own.remarks + other.remarks,
+            graphs=other.graphs,
         )
 
     def exports(self, settings: EngineSettings | None = None) -> list[Export]:

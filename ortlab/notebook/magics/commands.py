@@ -65,6 +65,16 @@ COMMANDS = {
                 _METRICS,
                 _CALLBACKS,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
+                Option(
+                    "--config",
+                    "TOML file of settings, as run.save_config() writes it",
+                    kind="config",
+                ),
+            ),
+            besides=(
+                Declaration(
+                    "fresh", bool, False, "start from the weights before the model's first run"
+                ),
             ),
         ),
         Command(
@@ -320,6 +330,12 @@ COMMANDS = {
             "device",
             "Show what this kernel runs on: CPU, threads, memory, GPUs, engines.",
         ),
+        Command("status", "Show models with engine and graphs, and runs; so does %ort."),
+        Command(
+            "help",
+            "Show all commands, or the options of one.",
+            positionals=(Positional("command", "command", "a command", "?"),),
+        ),
         Command("doctor", "Check what this machine has, what it lacks and how to fix it."),
     )
 }
@@ -336,14 +352,14 @@ def command_called(name: str) -> Command:
     """
     if name in COMMANDS:
         return COMMANDS[name]
-    raise UsageError(f"%ort has no command {name!r}: {unknown_name(name, COMMANDS)}")
+    found = unknown_name(name, COMMANDS, lists="%ort help")
+    raise UsageError(f"%ort has no command {name!r}: {found}")
 
 
 def overview() -> str:
     """Return the text of ``%ort?``: all commands with their usage."""
     width = max(map(len, COMMANDS))
-    lines = [("", "Show the wrapped models, and which were not wrapped and why.")]
-    lines += [(command.name, command.summary) for command in COMMANDS.values()]
+    lines = [(command.name, command.summary) for command in COMMANDS.values()]
     return "\n".join(
         [
             "Train in ONNX Runtime.",

@@ -1,11 +1,12 @@
-"""Completion after ``%ort``: commands, options, choices and the user's own names."""
+"""Completion after ``%ort``, and of settings in calls: commands, options, choices, own names."""
 
 from __future__ import annotations
 
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from IPython.core import completer
 from IPython.core.interactiveshell import InteractiveShell
@@ -15,6 +16,13 @@ from ortlab.history import sqlite_index
 from ortlab.notebook.magics.commands import COMMANDS, WRAP
 from ortlab.notebook.magics.parsing import HELP, HELP_ALL, Command, Option
 from ortlab.session import session
+from ortlab.settings import (
+    Declaration,
+    EngineSettings,
+    FinetuneSettings,
+    RaceSettings,
+    TuneSettings,
+)
 from ortlab.training.callbacks import EVENTS
 
 if TYPE_CHECKING:
@@ -22,6 +30,19 @@ if TYPE_CHECKING:
 
 _LINE = re.compile(r"^\s*(?:[^#\"']*=\s*)?%ort\s+(.*)$")
 _CELL = re.compile(r"^%%ort\s+(.*)$")
+_CALLS: Final[Mapping[str, Mapping[str, Declaration]]] = {
+    "wrap": EngineSettings.declarations(),
+    "race": RaceSettings.accepted(),
+    "tune": TuneSettings.accepted(),
+    **dict.fromkeys(("finetune", "resume", "apply"), FinetuneSettings.declarations()),
+}
+"""Settings that a function or a method of a run takes, by its name."""
+_VALUE = re.compile(
+    rf"\b({'|'.join(_CALLS)})\("
+    r"(?:[^()]|\([^()]*\))*?"  # other arguments, among them calls
+    r"\b(\w+)\s*=\s*(?:\"|')(?:[^\"'()]*,)?([^\"'(),]*)$"
+)
+"""Call in which the value of a keyword argument is typed: function, argument, word so far."""
 _NO_LOADER = (str, bytes, Mapping, type, types.ModuleType, types.FunctionType)
 
 
@@ -69,9 +90,14 @@ class Names:
 
         Args:
             kind: One of model, wrapped, loader, batch, loss, metrics, callbacks, run (active
-                runs), kept (saved runs), target (of the panel), resumable (of ``%ort resume``), or
-                workers, whose only name is the word that may replace their number.
+                runs), kept (saved runs), target (of the panel), resumable (of ``%ort resume``),
+                command, config (files of settings), or workers, whose only name is the word that
+                may replace their number.
         """
+        if kind == "command":
+            return list(COMMANDS)
+        if kind == "config":
+            return sorted(path.name for path in Path().glob("*.toml"))
         if kind == "workers":
             return ["stop"]
         if kind == "run":
@@ -156,20 +182,26 @@ def matcher(names: Names) -> Callable[[Any], Any]:
         names: The names to offer.
 
     Returns:
-        The matcher; in lines without ``%ort`` it offers nothing.
+        The matcher; in lines without ``%ort`` it offers values of settings in calls alone. Their
+        names are in the signatures, which IPython reads.
     """
     if not hasattr(completer, "context_matcher"):  # before IPython 8.6; Colab has 7.34
 
         def ort_matches(_: str) -> list[str]:
-            return offers(names.typed(), names)
+            typed = names.typed()
+            return offers(typed, names) or values(typed)
 
         return ort_matches
 
     @completer.context_matcher()  # type: ignore[untyped-decorator]
     def ort_matcher(context: CompletionContext) -> SimpleMatcherResult:
-        found = offers(context.text_until_cursor, names)
+        found, kind = offers(context.text_until_cursor, names), "magic"
+        if not found:
+            kind = "value"
+            lines = context.full_text.split("\n")[: context.cursor_line]
+            found = values("\n".join([*lines, context.text_until_cursor]))
         return {
-            "completions": [completer.SimpleCompletion(text=text, type="magic") for text in found],
+            "completions": [completer.SimpleCompletion(text=text, type=kind) for text in found],
             "suppress": bool(found),
         }
 
@@ -205,6 +237,17 @@ def offers(text: str, names: Names) -> list[str]:
             last, (flag for flag in (*command.options, HELP[0], HELP_ALL) if flag not in words)
         )
     return _starting(last, _words(command, words, names))
+
+
+def values(text: str) -> list[str]:
+    """Return the completions of the value of a setting in a call, such as ``engine="o``.
+
+    Args:
+        text: The cell before the cursor.
+    """
+    match = _VALUE.search(text)
+    declaration = None if match is None else _CALLS[match[1]].get(match[2])
+    return [] if match is None or declaration is None else _starting(match[3], declaration.choices)
 
 
 def _values(option: Option, names: Names, words: list[str]) -> list[str]:

@@ -84,6 +84,8 @@ class Displays:
         from ortlab.notebook.views import charts, search_view
 
         self._shown.add(watched)
+        if not self._has_front_end and any(live.follows(watched) for live in self._live):
+            return  # a terminal prints it already
         try:
             if isinstance(watched, Background):
                 live = search_view.follow(watched)

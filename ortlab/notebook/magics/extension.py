@@ -41,6 +41,7 @@ class Extension:
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("pre_run_cell", self._displays.forget)
         shell.events.register("pre_run_cell", cell_begins)
+        shell.events.register("pre_run_cell", _count_cell)
         shell.events.register("pre_run_cell", self._magics.cell_started)
         shell.events.register("post_run_cell", self._magics.cell_ended)
         session.viewers.append(self._displays.show)
@@ -58,6 +59,7 @@ class Extension:
         shell.Completer.custom_matchers.remove(self._matcher)
         shell.events.unregister("pre_run_cell", self._displays.forget)
         shell.events.unregister("pre_run_cell", cell_begins)
+        shell.events.unregister("pre_run_cell", _count_cell)
         shell.events.unregister("pre_run_cell", self._magics.cell_started)
         shell.events.unregister("post_run_cell", self._magics.cell_ended)
         session.viewers.remove(self._displays.show)
@@ -69,6 +71,10 @@ class Extension:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ort", None)
         del shell.magics_manager.registry[OrtMagics.__name__]
+
+
+def _count_cell(_: object) -> None:
+    session.cell += 1
 
 
 def _in_page(exported: Exported, form: str | None) -> Any:

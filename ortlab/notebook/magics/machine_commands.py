@@ -1,4 +1,4 @@
-"""Commands for this machine: its workers, caches and hardware, and what it lacks."""
+"""Commands for this kernel, its status, help and workers, and for its machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,34 @@ from IPython.core.error import UsageError
 from ortlab.api import check_setup, device, workers
 from ortlab.engines import caches
 from ortlab.notebook import privacy
+from ortlab.notebook.magics.commands import command_called, overview
 from ortlab.notebook.magics.reporting import progress
 from ortlab.session import session
+from ortlab.utils.contention import Contention
 
 if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
     from ortlab.engines.doctor import Fact
     from ortlab.notebook.magics.parsing import ParsedCommand
+    from ortlab.training.kernel_status import KernelStatus
     from ortlab.utils.findings import Finding
     from ortlab.utils.tables import Table
 
 
 class MachineCommands:
     """One method per command, named like the command."""
+
+    def __init__(self) -> None:
+        self._contention = Contention()
+
+    def status(self, given: ParsedCommand) -> KernelStatus:  # noqa: ARG002
+        """Return the status of this kernel."""
+        return session.status(*filter(None, [self._contention.warning()]))
+
+    def help(self, given: ParsedCommand) -> None:
+        """Print all commands, or the options of one."""
+        name = given.words["command"]
+        print(overview() if name is None else command_called(name).help)
 
     def workers(self, given: ParsedCommand) -> Workers | None:
         """Start, show or stop workers."""

@@ -30,7 +30,6 @@ from ortlab.notebook.magics.search_commands import SearchCommands
 from ortlab.notebook.magics.variables import Variables
 from ortlab.session import session
 from ortlab.settings import EngineSettings
-from ortlab.utils.contention import Contention
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
@@ -69,7 +68,6 @@ class OrtMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._ip = shell
-        self._contention = Contention()
         variables = Variables(shell)
         groups = (
             ModelCommands(variables),
@@ -91,13 +89,9 @@ class OrtMagics(Magics):
         """Run a command, or a cell; `overview` replaces this text."""
         if cell is not None:
             return self._run_cell(line, cell)
-        words = split(line)
-        if not words:
-            return session.wrapped.table().noted(*filter(None, [self._contention.warning()]))
-        name, *rest = words
+        name, *rest = split(line) or ["status"]
         if name in HELP:
-            print(overview())
-            return None
+            name = "help"
         self._check_command(name)
         given = command_called(name).read(rest, self._ip.user_ns)
         if given is None:

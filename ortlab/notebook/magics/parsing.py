@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
@@ -243,13 +244,18 @@ class Command:
             )
         flags = (*self.options, HELP[0], HELP_ALL)
         hidden = {other: each.flag for each in self.options.values() for other in each.others}
-        lists = f"%ort {self.name} {HELP_ALL} lists them"
+        lists = f"%ort {self.name} {HELP_ALL}"
         found = unknown_name(flag.partition("=")[0], flags, accepted=hidden, lists=lists)
         raise UsageError(f"%ort {self.name} has no option {flag}: {found}")
 
 
 class _Parser(MagicArgumentParser):
     """IPython's parser, with argparse's message for a missing argument on one line."""
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        # A notebook has no terminal; its page is wider than the 80 columns that argparse assumes.
+        width = shutil.get_terminal_size((100, 24)).columns - 2
+        return self.formatter_class(prog=self.prog, width=width)  # type: ignore[call-arg]
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"%{self.prog}: {message}; %{self.prog} --help shows what it takes")
@@ -276,7 +282,7 @@ def _option(declaration: Declaration) -> Option:
 def _with_default(declaration: Declaration) -> str:
     default = declaration.default
     if isinstance(default, bool):
-        default = "on" if default else "off"
+        default = "on" if default else None  # a switch is off without its flag
     parts = [declaration.help.replace("%", "%%")]
     if default is not None:
         parts.append(f"default {default} {declaration.unit}".rstrip())

@@ -47,6 +47,7 @@ class RunCommands:
             metrics=self._variables.optional("metrics", given.words["metrics"]),
             callbacks=self._variables.optional("callbacks", given.words["callbacks"]),
             resume_from=given.words["resume_from"],
+            config=given.words["config"],
             **settings,
         )
 

@@ -257,6 +257,14 @@ class Live:
         if self._registered:
             shell.events.register("post_run_cell", self._settle)
 
+    def follows(self, watched: Ending) -> bool:
+        """Return whether this is a view of a run that is still being updated.
+
+        Args:
+            watched: The run.
+        """
+        return self._watched is watched and not self._pump.join(0)
+
     def over(self) -> bool:
         """Return whether the last update was sent and no cell waits for it."""
         return self._pump.join(0) and not self._registered
