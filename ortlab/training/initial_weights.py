@@ -26,7 +26,7 @@ from ortlab.utils.process_memory import memory
 from ortlab.utils.rng import RandomStates
 
 MOST_BYTES: Final = 1024**3
-"""Weights that take more are not saved: few people start afresh, and all would wait for the disk."""
+"""Weights that take more are not saved: few start afresh, and all would wait for the disk."""
 _COMPARED: Final = 8
 """Parameters that tell whether a model still has the weights of a run, the smallest ones."""
 
