@@ -21,6 +21,8 @@ The root (`runs_root`) contains one folder per run, named after it. Folders have
                       `ortlab.checkpoint`; ``final`` is the state at the end of the run, with the
                       last good weights; for ``last-N`` and ``best`` see
                       `ortlab.training.checkpoint_writer`
+    initial-X.safetensors  weights of the model from before its first run in this process, as long
+                      as the model exists there; see `ortlab.training.initial_weights`
     charts.png        the charts, if a view showed them
 
 A crash can only truncate the last line of metrics.jsonl. Readers skip incomplete lines; a later

@@ -382,7 +382,7 @@ def test_a_model_is_trained_by_one_run_at_a_time_and_runs_are_stopped(ip: Typist
     ip(SLOW)
     ip("run = %ort finetune net slow --loss cross_entropy --engine eager")
     name = ip["run"].name
-    again = "%ort finetune {} slow --loss cross_entropy --engine eager"
+    again = "%ort finetune {} slow --loss cross_entropy --engine eager --epochs 2"
     assert f"{name} is training this model" in ip.refused(again.format("net"))
     ip("bigger = nn.Sequential(net, nn.Linear(2, 2))")
     assert f"{name} is training this model" in ip.refused(again.format("bigger"))
