@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
     from ortlab.engines.ort.model import OrtModel
+    from ortlab.engines.torch.user_optimizer import OptimRequest
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ortlab.metrics.user_metrics import Metrics
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
+    from ortlab.training.data_loading import Collate
     from ortlab.training.run import Run
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
     from ortlab.training.start import RemoteStepper, RunRequest
@@ -354,6 +356,9 @@ class Session:
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        collate_fn: Collate | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
         **settings: Any,
@@ -369,6 +374,8 @@ class Session:
             begin = resume_from
         else:
             begin = beginning(resume_from)
+        if isinstance(optimizer, str):
+            settings, optimizer = {**settings, "optimizer": optimizer}, None
         return self._start(
             RunRequest(
                 model,
@@ -376,6 +383,9 @@ class Session:
                 eval_dataset=eval_dataset,
                 loss=loss,
                 metrics=metrics,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                collate_fn=collate_fn,
                 begin=begin,
                 hold=hold,
                 settings=settings,
@@ -391,6 +401,9 @@ class Session:
         eval_dataset: Iterable[Any] | None = None,
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        collate_fn: Collate | None = None,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.resume`."""
@@ -407,6 +420,9 @@ class Session:
             "eval_dataset": eval_dataset,
             "loss": loss,
             "metrics": metrics,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "collate_fn": collate_fn,
         }
         name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
@@ -432,6 +448,9 @@ class Session:
                 eval_dataset=found["eval_dataset"],
                 loss=found["loss"],
                 metrics=found["metrics"],
+                optimizer=found["optimizer"],
+                lr_scheduler=found["lr_scheduler"],
+                collate_fn=found["collate_fn"],
                 begin=begin,
                 earlier=earlier,
                 settings=settings,
@@ -548,14 +567,16 @@ class Session:
             return self.start_workers(count)
         return self.start_workers(count, profile=before.profile)
 
-    def _check_workers(self, model: nn.Module, loss: LossFunction | None) -> None:
+    def _check_workers(
+        self, model: nn.Module, loss: LossFunction | None, optim: OptimRequest | None
+    ) -> None:
         """Check that workers can train `model`, before anything is started."""
         from ortlab.cluster import launch  # heavy: psutil
 
         launch.installed()
         from ortlab.cluster import remote  # heavy: torch
 
-        remote.check(model, loss)
+        remote.check(model, loss, optim)
         before = self.workers
         if before is not None and before.usable() and before.busy is not None:
             raise ValueError(
@@ -568,11 +589,12 @@ class Session:
         loss: LossFunction | None,
         settings: FinetuneSettings,
         run: str,
+        optim: OptimRequest | None,
     ) -> RemoteStepper:
         from ortlab.cluster.remote import RemoteStepper  # heavy: torch
 
         workers = self.workers_for(settings.parallel.workers)
-        return RemoteStepper(workers, model, loss, settings, name=run)
+        return RemoteStepper(workers, model, loss, settings, optim=optim, name=run)
 
     # ---- views -----------------------------------------------------------------------------------
 

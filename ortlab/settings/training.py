@@ -74,6 +74,7 @@ class OptimSettings(Settings):
         "linear",
         alias="schedule",
         choices=("constant", "linear", "cosine"),
+        own=True,
         help="learning rate schedule after warmup",
     )
     warmup_steps: float = setting(
@@ -83,7 +84,10 @@ class OptimSettings(Settings):
         help="warmup, in which the learning rate rises; below 1, a fraction of the run's steps",
     )
     optimizer: str = setting(
-        "adamw", choices=OPTIMIZERS, help="optimizer; lamb is for large batches"
+        "adamw",
+        choices=OPTIMIZERS,
+        own=True,
+        help="optimizer; lamb is for large batches; or a torch optimizer of the notebook",
     )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     max_grad_norm: float | None = setting(

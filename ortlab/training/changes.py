@@ -23,11 +23,12 @@ from ortlab.utils.threads import trim
 _FIXED_IN_A_RUN = ("seed", "optimizer", "loss", "device")
 
 
-def fixed(data: Batches) -> dict[str, str]:
+def fixed(data: Batches, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the settings that a run cannot change to any value.
 
     Args:
         data: The training data of the run.
+        given: Reasons of the user's optimizer and scheduler; None without them.
 
     Returns:
         Reason why each setting is fixed, by the name of the setting.
@@ -36,6 +37,7 @@ def fixed(data: Batches) -> dict[str, str]:
         name: f"a run keeps the {name} that it started with; use finetune to start another run"
         for name in _FIXED_IN_A_RUN
     }
+    found |= given or {}
     return {**found, "batch_size": data.own} if data.own else found
 
 

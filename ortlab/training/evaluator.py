@@ -13,7 +13,7 @@ from ortlab.engines.base import Stepper, StepperLost
 from ortlab.metrics.evaluation import Evaluation, goal
 from ortlab.metrics.recorder import NAN
 from ortlab.metrics.user_metrics import UserMetrics
-from ortlab.settings.declaration import unknown_name
+from ortlab.settings import is_own, unknown_name
 from ortlab.training.data_loading import Batches
 from ortlab.training.failures import FailureHandler
 from ortlab.training.training_state import TrainingState
@@ -127,6 +127,7 @@ class Evaluator:
             return
         state.evaluated = state.step
         state.tell("eval", str(found), found.values)
+        self._step_scheduler(found)
         self._see_the_best(found)
         if not math.isfinite(found.loss):
             state.tell(
@@ -134,6 +135,14 @@ class Evaluator:
                 f"the held-out loss is {found.loss} at step {state.step}; look for NaN in the "
                 "evaluation data, or in the model's outputs in evaluation mode",
             )
+
+    def _step_scheduler(self, found: Evaluation) -> None:
+        """Step the user's scheduler if it needs a metric; the one before training is no result."""
+        settings = self._state.settings
+        if self._state.step and is_own(settings.optim.lr_scheduler_type):
+            wanted = goal(settings.checkpoint, self._metrics)
+            if wanted.name in found.values:
+                self._state.stepper.evaluated(found.values[wanted.name])
 
     def _see_the_best(self, found: Evaluation) -> None:
         """Report the checkpoint if this evaluation is the best so far."""

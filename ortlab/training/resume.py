@@ -21,7 +21,16 @@ from ortlab.metrics.recorder import INDEX, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.utils.files import half_written
 
-NAMES: Final = ("model", "train", "eval_dataset", "loss", "metrics")
+NAMES: Final = (
+    "model",
+    "train",
+    "eval_dataset",
+    "loss",
+    "metrics",
+    "optimizer",
+    "lr_scheduler",
+    "collate_fn",
+)
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
 _NEWS: Final = ("eval", "change", "note", "warning")
@@ -271,7 +280,7 @@ def clear(run: SavedRun) -> None:
 
 
 def names_of(run: SavedRun) -> dict[str, str]:
-    """Return the user's names of model, data, loss and metrics of a run.
+    """Return the user's names of model, data, loss, metrics and optimizer of a run.
 
     Args:
         run: The run.
@@ -328,4 +337,7 @@ _CALLED: Final = {
     "eval_dataset": "its evaluation data",
     "loss": "its loss",
     "metrics": "its metrics",
+    "optimizer": "its optimizer",
+    "lr_scheduler": "its lr_scheduler",
+    "collate_fn": "its collate_fn",
 }

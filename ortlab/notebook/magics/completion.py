@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -67,9 +68,10 @@ class Names:
         """Return the names of every variable or run of a kind.
 
         Args:
-            kind: One of model, wrapped, loader, batch, loss, metrics, run (active runs), kept
-                (saved runs), target (of the panel), resumable (of ``%ort resume``), or workers,
-                whose only name is the word that may replace their number.
+            kind: One of model, wrapped, loader, batch, loss, metrics, optimizer, scheduler,
+                function, run (active runs), kept (saved runs), target (of the panel), resumable (of
+                ``%ort resume``), or workers, whose only name is the word that may replace their
+                number.
         """
         if kind == "workers":
             return ["stop"]
@@ -94,6 +96,9 @@ class Names:
             "batch": _is_batch,
             "loss": _is_loss,
             "metrics": _are_metrics,
+            "optimizer": lambda value: hasattr(value, "param_groups") or _is_function(value),
+            "scheduler": lambda value: _is_scheduler(value) or _is_function(value),
+            "function": _is_function,
         }
         hidden = self._shell.user_ns_hidden
         return [
@@ -127,6 +132,14 @@ def _is_loss(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         return True
     return is_model(value) and not any(p.requires_grad for p in value.parameters())
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType | functools.partial)
+
+
+def _is_scheduler(value: object) -> bool:
+    return hasattr(value, "optimizer") and callable(getattr(value, "step", None))
 
 
 def _are_metrics(value: object) -> bool:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
 
 
+_RESUMED = (
+    *("model", "train", "eval_dataset", "loss", "metrics"),
+    *("optimizer", "lr_scheduler", "collate_fn"),
+)
+"""What ``%ort resume`` takes by name."""
+
+
 class RunCommands:
     """One method per command, named like the command.
 
@@ -45,6 +52,9 @@ class RunCommands:
             eval_dataset=self._variables.optional("loader", given.words["eval_dataset"]),
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", given.words["metrics"]),
+            optimizer=self._variables.optimizer(settings.pop("optimizer", None)),
+            lr_scheduler=self._variables.optional("scheduler", given.words["lr_scheduler"]),
+            collate_fn=self._variables.optional("function", given.words["collate_fn"]),
             resume_from=given.words["resume_from"],
             **settings,
         )
@@ -111,14 +121,14 @@ class RunCommands:
     def resume(self, given: ParsedCommand) -> Run | None:
         """Resume a paused run, or continue a saved one as a new run."""
         words = given.words
-        others = [words[each] for each in ("model", "train", "eval_dataset", "loss", "metrics")]
+        others = [words[each] for each in _RESUMED]
         if words["run"] is None or (self._is_active(words["run"]) and not any(others)):
             run = self._active_run(given)
             run.resume()
             print(f"{run.name} resumed")
             return None
         value = self._variables.get(words["run"])
-        model, train, evaluation, loss, metrics = others
+        model, train, evaluation, loss, metrics, optimizer, scheduler, collate_fn = others
         return session.resume(
             value if isinstance(value, StoredRun) else words["run"],
             None if model is None else self._variables.model(model),
@@ -126,6 +136,9 @@ class RunCommands:
             eval_dataset=self._variables.optional("loader", evaluation),
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", metrics),
+            optimizer=self._variables.optimizer(optimizer),
+            lr_scheduler=self._variables.optional("scheduler", scheduler),
+            collate_fn=self._variables.optional("function", collate_fn),
         )
 
     def stop(self, given: ParsedCommand) -> None:
