@@ -374,8 +374,6 @@ class Session:
             begin = resume_from
         else:
             begin = beginning(resume_from)
-        if isinstance(optimizer, str):
-            settings, optimizer = {**settings, "optimizer": optimizer}, None
         return self._start(
             RunRequest(
                 model,

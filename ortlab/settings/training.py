@@ -87,7 +87,7 @@ class OptimSettings(Settings):
         "adamw",
         choices=OPTIMIZERS,
         own=True,
-        help="optimizer; lamb is for large batches; or a torch optimizer of the notebook",
+        help="optimizer, for finetune also one of your own; lamb is for large batches",
     )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     max_grad_norm: float | None = setting(

@@ -56,7 +56,8 @@ class RunRequest:
         eval_dataset: Evaluation data; None for none.
         loss: Loss function or its name; None where the model returns its own loss.
         metrics: The user's metrics; None for none.
-        optimizer: The user's optimizer, its class or factory; None for that of the settings.
+        optimizer: Name of an optimizer, or the user's, its class or factory; None for that of the
+            settings.
         lr_scheduler: The user's scheduler, its class or factory; None for that of the settings.
         collate_fn: The user's function that makes a batch of samples; None for ortlab's.
         begin: Checkpoint to resume from; None to start from the model's current weights.
@@ -100,7 +101,7 @@ class RunRequest:
             "eval_dataset": self.eval_dataset,
             "loss": self.loss,
             "metrics": self.metrics,
-            "optimizer": self.optimizer,
+            "optimizer": None if isinstance(self.optimizer, str) else self.optimizer,
             "lr_scheduler": self.lr_scheduler,
             "collate_fn": self.collate_fn,
         }
@@ -352,9 +353,10 @@ def choose_settings(
             f"{name} is an argument of a DataLoader; pass one as the data: "
             f"DataLoader(dataset, {name}=..., batch_size=16)"
         )
-    optim = OptimRequest.of(
-        request.optimizer, request.lr_scheduler, given, resumed=begin is not None
-    )
+    optimizer = request.optimizer
+    if isinstance(optimizer, str):
+        given, optimizer = {**given, "optimizer": optimizer}, None
+    optim = OptimRequest.of(optimizer, request.lr_scheduler, given, resumed=begin is not None)
     named = {} if optim is None else optim.names
     chosen = FinetuneSettings.of({**base, **given, "loss": loss, **named})
     for name, argument in (("optimizer", "optimizer"), ("lr_scheduler_type", "lr_scheduler")):
