@@ -56,6 +56,14 @@ class OwnOptim:
         return {n: f"{OWN}{type(v).__name__}" for n, v in values.items() if v is not None}
 
     @property
+    def fixed(self) -> dict[str, str]:
+        """Reasons why settings cannot change in mid-run, by setting."""
+        reason = (
+            f"{type(self.scheduler).__name__} is stepped with the metric that the run began with"
+        )
+        return dict.fromkeys(("keep_best", "keep_best_mode"), reason) if self.by_metric else {}
+
+    @property
     def learning_rate(self) -> float | None:
         """Initial learning rate of the first group that has one above 0; None without one."""
         return next((rate for rate in self._rates if rate > 0), None)

@@ -274,13 +274,19 @@ class RunStarter:
         if entry is not None and engine == chosen.settings.model.engine:
             chosen = dataclasses.replace(chosen, choice=chosen.choice or entry.choice)
         model = RunModel(request, original, engine, chosen, self._services, optim)
-        run = model.run = self._create(request, original, model, chosen)
+        fixed = chosen.optim.fixed | optim.fixed if chosen.optim and optim else {}
+        run = model.run = self._create(request, original, model, chosen, fixed)
         self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
         run.start()
         return run
 
     def _create(
-        self, request: RunRequest, original: nn.Module, model: RunModel, chosen: ChosenSettings
+        self,
+        request: RunRequest,
+        original: nn.Module,
+        model: RunModel,
+        chosen: ChosenSettings,
+        fixed: Mapping[str, str],
     ) -> Run:
         waits = self._services.waits if request.hold is None else request.hold
         return Run(
@@ -301,7 +307,7 @@ class RunStarter:
             choice=chosen.choice,
             earlier=request.earlier,
             names=request.names(self._services.names()),
-            fixed=None if chosen.optim is None else chosen.optim.fixed,
+            fixed=fixed,
             collate_fn=request.collate_fn,
         )
 

@@ -270,6 +270,13 @@ def test_an_optimizer_that_was_trained_before_goes_on_and_is_the_users_afterward
     assert torch.equal(weights(model), weights(other)), "it can be used in a loop again"
 
 
+def test_a_move_that_replaces_the_parameters_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
+    model = net()
+    with pytest.raises(RuntimeError, match="moving the model to its device replaced its param"):
+        train(model, sgd(model.parameters()))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_that_is_over_lets_go_of_them(precision: str) -> None:
     model = net()
@@ -359,6 +366,7 @@ def test_reduce_on_plateau_follows_the_evaluations(keep_best: str | None) -> Non
         scheduled.step(loss if keep_best is None else accuracy)
     chosen: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 4, "keep_best": keep_best}
     run = train(model, sgd, plateau, **chosen)
+    assert "keep_best" in run.fixed
     assert rates(run) == pytest.approx(expected)
     assert len(set(expected)) > 1
     assert torch.equal(weights(model), weights(other))
