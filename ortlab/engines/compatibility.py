@@ -442,7 +442,13 @@ def script_conflict(settings: FinetuneSettings) -> str | None:
 
 
 def _script_rules(settings: FinetuneSettings) -> _Rules:
-    model, parallel = settings.model, settings.parallel
+    model, optim, parallel = settings.model, settings.optim, settings.parallel
+    for name in ("optimizer", "lr_scheduler_type"):
+        yield (
+            is_own(optim[name]),
+            f"{name}={optim[name]!r} is an object of a run, which a script cannot create; leave "
+            f"{name} out, and change it in the script",
+        )
     yield (
         parallel.reduction != "mean",
         f"reduction={parallel.reduction!r} needs ortlab, and a plain script does without it; "

@@ -12,7 +12,7 @@ from ortlab.engines import registry
 from ortlab.engines.base import Cost, Stepper
 from ortlab.metrics.evaluation import goal
 from ortlab.metrics.user_metrics import UserMetrics
-from ortlab.settings import CheckpointSettings, FinetuneSettings
+from ortlab.settings import CheckpointSettings, FinetuneSettings, is_own
 from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.training_state import TrainingState
@@ -54,6 +54,12 @@ def check_change(
     Raises:
         ValueError: If a fixed setting differs.
     """
+    schedule = after.optim.lr_scheduler_type
+    if is_own(schedule) and schedule != before.optim.lr_scheduler_type:
+        raise ValueError(
+            f"lr_scheduler_type={schedule!r} is the name of an object, which a run has from its "
+            "start; use finetune(..., lr_scheduler=...) to start another run"
+        )
     for name, reason in fixed.items():
         there, here = before[name], after[name]
         if there != here:

@@ -24,6 +24,7 @@ import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
+from ortlab.training import settings_preview
 from ortlab.training.run import Run
 from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S
@@ -648,6 +649,28 @@ def test_what_cannot_train_is_refused_before_anything_begins(case: str) -> None:
     assert torch.equal(weights(model), before)
     assert [each.name for each in ortlab.list_runs()] == known, "no folder is left"
     train(model, sgd, max_steps=2)
+
+
+def test_names_of_objects_are_of_no_use_elsewhere(tmp_path: Path) -> None:
+    run = train(net(), sgd, lambda optimizer: lr_scheduler.StepLR(optimizer, 3), max_steps=2)
+    again = {**run.settings.as_dict(), "engine": "eager"}
+    with pytest.raises(ValueError, match="optimizer is an object of yours, SGD"):
+        ortlab.finetune(net(), BATCHES, **again)
+    loss = again.pop("loss")
+    with pytest.raises(ValueError, match="optimizer='own SGD' is an object of a run, which a scr"):
+        ortlab.script(net(), BATCHES, to=tmp_path / "script", loss=loss, **again)
+    race = ortlab.race(net(), BATCHES, engines="eager", loss=loss, optimizer="own SGD", steps=2)
+    assert "optimizer='own SGD' is the name of an object" in str(race.result(HANGS_S))
+    slow = Slow(BATCHES)
+    plain_run = ortlab.finetune(net(), slow, **CHOSEN)
+    with pytest.raises(ValueError, match="lr_scheduler_type='own StepLR' is the name of an object"):
+        plain_run.apply(schedule="own StepLR")
+    slow.at(10, lambda: None)
+    plain_run.result(HANGS_S)
+    controls = settings_preview.controls(run.settings, run.settings, fixed=run.fixed)
+    shown = {each.declaration.name: each for each in controls}
+    assert shown["optimizer"].value == "own SGD"
+    assert "a run keeps the optimizer" in shown["optimizer"].reason
 
 
 def test_parameters_that_it_leaves_out_are_named_and_stay() -> None:

@@ -34,7 +34,7 @@ from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.cpu import has_instructions
 from ortlab.engines.torch.thread_count import suited_threads
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import EngineSettings, FinetuneSettings, is_own
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _OF_CODE = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
@@ -126,8 +126,13 @@ def optimizer_for(
         The optimizer.
 
     Raises:
-        ValueError: If no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient, or the settings name no optimizer of these.
     """
+    if is_own(settings.optim.optimizer):
+        raise ValueError(
+            f"optimizer={settings.optim.optimizer!r} is the name of an object, which only finetune "
+            "and resume take; choose optimizer='adamw', 'sgd' or 'lamb'"
+        )
     groups = [
         {
             "params": [p for _, p in named],
