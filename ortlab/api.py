@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ortlab.engines.base import LossFunction
     from ortlab.engines.doctor import Fact
     from ortlab.engines.step_check import StepCheck
+    from ortlab.engines.torch.user_optimizer import OptimizerLike, SchedulerLike
     from ortlab.graph.capture import Graphs
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -60,9 +61,11 @@ if TYPE_CHECKING:
         HistoryKeywords,
         ProfileKeywords,
         RaceKeywords,
+        ScriptKeywords,
         TuneKeywords,
     )
     from ortlab.training.callbacks import Callbacks
+    from ortlab.training.data_loading import Collate
     from ortlab.training.kernel_status import KernelStatus
     from ortlab.training.loop_run import LoopRun
     from ortlab.training.run import Run
@@ -440,6 +443,9 @@ def finetune(
     loss: str | LossFunction | None = None,
     metrics: Metrics | None = None,
     callbacks: Callbacks | None = None,
+    optimizer: OptimizerLike | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    collate_fn: Collate | None = None,
     resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
     hold: bool | None = None,
     config: str | Path | None = None,
@@ -467,6 +473,16 @@ def finetune(
             them. A metric that raises is left out with a warning.
         callbacks: One or several objects with some of the methods of `ortlab.Callback`, such as
             ``on_evaluate(run)``, which the run calls between two steps.
+        optimizer: Name of an optimizer (``"adamw"`` by default, ``"sgd"``, ``"lamb"``), or your
+            own: a torch optimizer of the model's parameters, its class, or a function of the
+            trainable parameters, such as ``functools.partial(torch.optim.SGD, lr=0.1)``. Its groups
+            keep their options, and their learning rates, which ``lr_scheduler_type`` scales;
+            ``learning_rate`` is that of the first group.
+        lr_scheduler: A torch scheduler of your own, bound to that optimizer, or a class or function
+            of the optimizer. It is stepped after each optimizer step; one that needs a metric, such
+            as ReduceLROnPlateau, after each evaluation, with the loss or the metric ``keep_best``.
+        collate_fn: A function of your own that makes a batch of a list of samples, where the data
+            is a Dataset. For a sampler of your own, pass a DataLoader.
         resume_from: A checkpoint file (``run.checkpoint()`` writes one, and every run saves
             ``checkpoints/final.safetensors`` in its folder when it ends), or a run by its name,
             number or folder, whose newest intact checkpoint is used. The new run uses the same
@@ -504,6 +520,9 @@ def finetune(
         loss=loss,
         metrics=metrics,
         callbacks=callbacks,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
         resume_from=resume_from,
         hold=hold,
         config=config,
@@ -523,6 +542,9 @@ def resume(
     loss: str | LossFunction | None = None,
     metrics: Metrics | None = None,
     callbacks: Callbacks | None = None,
+    optimizer: OptimizerLike | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    collate_fn: Collate | None = None,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Resume a paused run, or continue a saved run that did not finish.
@@ -539,6 +561,9 @@ def resume(
         loss: Loss function or its name; None as for `model`.
         metrics: Metrics of your own; None as for `model`.
         callbacks: Callbacks; None as for `model`.
+        optimizer: Optimizer of your own; None as for `model`.
+        lr_scheduler: Scheduler of your own; None as for `model`.
+        collate_fn: Function that makes a batch of samples; None as for `model`.
         **settings: Settings to change, such as ``engine="eager"``.
 
     Returns:
@@ -560,6 +585,9 @@ def resume(
         loss=loss,
         metrics=metrics,
         callbacks=callbacks,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
         **settings,
     )
 
@@ -828,7 +856,7 @@ def script(
     make_model: str | None = None,
     make_data: str | None = None,
     loss: Any = None,
-    **settings: Unpack[FinetuneKeywords],
+    **settings: Unpack[ScriptKeywords],
 ) -> Script:
     """Write the fine-tuning of a model as a plain training script.
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
     from ortlab.engines.ort.model import OrtModel
+    from ortlab.engines.torch.user_optimizer import OptimRequest
     from ortlab.graph.capture import Graphs, Overlay, Stage
     from ortlab.graph.memory import MemoryPlan
     from ortlab.graph.profile import Profile
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
     from ortlab.training.callbacks import Callbacks
+    from ortlab.training.data_loading import Collate
     from ortlab.training.loop_run import LoopRun
     from ortlab.training.run import Run
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
@@ -364,6 +366,9 @@ class Session:
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
         callbacks: Callbacks | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        collate_fn: Collate | None = None,
         resume_from: str | int | Path | Checkpoint | StoredRun | None = None,
         hold: bool | None = None,
         config: str | Path | None = None,
@@ -387,6 +392,9 @@ class Session:
             loss=loss,
             metrics=metrics,
             callbacks=callbacks,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
             hold=hold,
             fresh=fresh,
             settings=FinetuneSettings.canonical(settings),
@@ -441,6 +449,9 @@ class Session:
         loss: str | LossFunction | None = None,
         metrics: Metrics | None = None,
         callbacks: Callbacks | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        collate_fn: Collate | None = None,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.resume`."""
@@ -458,6 +469,9 @@ class Session:
             "loss": loss,
             "metrics": metrics,
             "callbacks": callbacks,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "collate_fn": collate_fn,
         }
         name = run.name if isinstance(run, StoredRun) else run_name(run)
         alive = next((each for each in self.runs if each.name == name and not each.over()), None)
@@ -484,6 +498,9 @@ class Session:
                 loss=found["loss"],
                 metrics=found["metrics"],
                 callbacks=found["callbacks"],
+                optimizer=found["optimizer"],
+                lr_scheduler=found["lr_scheduler"],
+                collate_fn=found["collate_fn"],
                 begin=begin,
                 earlier=earlier,
                 settings=settings,
@@ -600,14 +617,16 @@ class Session:
             return self.start_workers(count)
         return self.start_workers(count, profile=before.profile)
 
-    def _check_workers(self, model: nn.Module, loss: LossFunction | None) -> None:
+    def _check_workers(
+        self, model: nn.Module, loss: LossFunction | None, optim: OptimRequest | None
+    ) -> None:
         """Check that workers can train `model`, before anything is started."""
         from ortlab.cluster import launch  # heavy: psutil
 
         launch.installed()
         from ortlab.cluster import remote  # heavy: torch
 
-        remote.check(model, loss)
+        remote.check(model, loss, optim)
         before = self.workers
         if before is not None and before.usable() and before.busy is not None:
             raise ValueError(
@@ -620,11 +639,12 @@ class Session:
         loss: LossFunction | None,
         settings: FinetuneSettings,
         run: str,
+        optim: OptimRequest | None,
     ) -> RemoteStepper:
         from ortlab.cluster.remote import RemoteStepper  # heavy: torch
 
         workers = self.workers_for(settings.parallel.workers)
-        return RemoteStepper(workers, model, loss, settings, name=run)
+        return RemoteStepper(workers, model, loss, settings, optim=optim, name=run)
 
     # ---- views -----------------------------------------------------------------------------------
 

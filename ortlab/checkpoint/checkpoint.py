@@ -45,7 +45,7 @@ Unit = Literal["samples", "micro-batches"]
 """Unit in which the position in an epoch is counted."""
 _TRAINING = "training."
 _STATE = "state.safetensors"
-_SHARDED = ("model", "optimizer", "loss_scale")
+_SHARDED = ("model", "optimizer", "loss_scale", "scheduler")
 """Parts of a checkpoint that several ranks write to files of their own."""
 _FORGED = AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError
 """Exceptions from reading a state whose digest is right, but which `save` did not write."""
@@ -106,6 +106,7 @@ class Checkpoint:
         position: Position of the run in its data.
         settings: Settings of the run, by name.
         loss_scale: State of the dynamic loss scale; None without one.
+        scheduler: State of the user's learning rate scheduler; None without one.
         versions: Software and hardware that the run used (see
             `ortlab.utils.environment.environment`).
         shards: Files in which the ranks of several processes have written the whole state; None
@@ -119,6 +120,7 @@ class Checkpoint:
     loss_scale: Mapping[str, Any] | None = None
     versions: Mapping[str, Any] = dataclasses.field(default_factory=environment)
     shards: sharded.Shards | None = None
+    scheduler: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         engine = self.settings.get("engine")
@@ -166,7 +168,9 @@ class Checkpoint:
                     "outline": dict(self.shards.outline),
                     "digests": self.shards.keep(beside),
                 }
-                rest = dataclasses.replace(self, model={}, optimizer={}, loss_scale=None)
+                rest = dataclasses.replace(
+                    self, model={}, optimizer={}, loss_scale=None, scheduler=None
+                )
                 rest._save_file(beside / _STATE, parts)
         except OSError as error:
             raise _not_kept(path, error) from error
@@ -177,7 +181,7 @@ class Checkpoint:
         state = {
             field.name: packed.pack(getattr(self, field.name), _prefix(field.name))
             for field in dataclasses.fields(self)
-            if field.name != "shards"
+            if field.name != "shards" and not (field.name == "scheduler" and self.scheduler is None)
         }
         if parts is not None:
             state["shards"] = packed.pack(parts, "shards")

@@ -52,6 +52,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": _is_mapping,
     "settings": _is_mapping,
     "loss_scale": lambda value: value is None or _is_mapping(value),
+    "scheduler": lambda value: value is None or _is_mapping(value),
     "versions": _is_mapping,
     "step": _whole(0),
     "epoch": _whole(0),
@@ -165,6 +166,46 @@ def check_optimizer(
         ValueError: Parameter groups, entries, shapes or types differ, or a value is not one that an
             optimizer has; the message names it.
     """
+    states, groups = _parts(kept, own)
+    _check_groups(groups)
+    for number, state in states.items():
+        _check_state(state, *parameters[number], _ENTRIES[optimizer])
+
+
+def check_own_optimizer(kept: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Check that the state of the user's optimizer in a checkpoint has the form of the optimizer's.
+
+    Its entries and their shapes are up to the optimizer.
+
+    Args:
+        kept: State dictionary of the optimizer in the checkpoint.
+        own: State dictionary of the optimizer.
+
+    Raises:
+        ValueError: Parameter groups differ in size, or an option in its type; the message names it.
+    """
+    _, groups = _parts(kept, own)
+    for there, here in zip(groups, own["param_groups"], strict=True):
+        for name in there.keys() & here.keys():
+            one, other = there[name], here[name]
+            if not (_alike(one, other) or one is None or other is None):
+                raise ValueError(
+                    f"the checkpoint's optimizer has {_told(one)} as option {_told(name)}, and "
+                    f"this one {_told(other)}; give the optimizer that the run had"
+                )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    number = int, float
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) is type(other) or (isinstance(one, number) and isinstance(other, number))
+
+
+def _parts(
+    kept: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[Mapping[int, Any], list[Mapping[str, Any]]]:
+    """Return states and groups of an optimizer in a checkpoint, in the form of this one's."""
     states, groups = kept.get("state"), kept.get("param_groups")
     if not (
         kept.keys() == {"state", "param_groups"}
@@ -184,18 +225,23 @@ def check_optimizer(
             f"the checkpoint's optimizer has groups of {there} parameters, and this one of {here}; "
             "train and freeze the same parameters as the run of the checkpoint"
         )
-    _check_groups(groups)
-    for number, state in states.items():
-        if type(number) is not int or number not in range(len(parameters)):
+    numbers = [number for group in groups for number in group["params"]]
+    if numbers != list(range(len(numbers))):
+        raise ValueError(
+            f"the checkpoint's optimizer has parameters {reprlib.repr(numbers)}, which are not in "
+            "order; use another checkpoint"
+        )
+    for number in states:
+        if type(number) is not int or number not in range(len(numbers)):
             raise ValueError(
                 f"the checkpoint's optimizer has state for parameter {_told(number)}, but there "
-                f"are only {len(parameters)} parameters; use another checkpoint"
+                f"are only {len(numbers)} parameters; use another checkpoint"
             )
-        _check_state(state, *parameters[number], _ENTRIES[optimizer])
+    return states, groups
 
 
 def _check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check the options and the numbers of the parameters of all groups."""
+    """Check the options of all groups."""
     for group in groups:
         # Every optimizer has these two; the others depend on the optimizer and torch's version.
         for name, value in {"lr": None, "weight_decay": None, **group}.items():
@@ -205,12 +251,6 @@ def _check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
                     f"the checkpoint's optimizer has {_told(value)} as option {_told(name)}; use "
                     "another checkpoint"
                 )
-    numbers = [number for group in groups for number in group["params"]]
-    if numbers != list(range(len(numbers))):
-        raise ValueError(
-            f"the checkpoint's optimizer has parameters {reprlib.repr(numbers)}, which are not in "
-            "order; use another checkpoint"
-        )
 
 
 def _check_state(

@@ -34,6 +34,7 @@ from ortlab.engines.base import (
     tell,
 )
 from ortlab.engines.nonfinite import Cause
+from ortlab.engines.torch.user_optimizer import OptimRequest
 from ortlab.history.run_folder import private_home
 from ortlab.metrics.user_metrics import joined
 from ortlab.settings import FinetuneSettings
@@ -47,17 +48,20 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "communication_ms")
 
 
-def check(model: nn.Module, loss: LossFunction | None) -> None:
-    """Check that model and loss can be sent to another process.
+def check(model: nn.Module, loss: LossFunction | None, optim: OptimRequest | None = None) -> None:
+    """Check that what a run needs can be sent to another process.
 
     Args:
         model: The model.
         loss: The loss function, or None.
+        optim: The user's optimizer and scheduler, or None for those of the settings.
 
     Raises:
         ValueError: If one of them cannot be pickled; the message says which and why.
     """
-    for name, value in (("the model", model), ("the loss", loss)):
+    if optim is not None:
+        optim.check_elsewhere()
+    for name, value in (("the model", model), ("the loss", loss), ("the optimizer", optim)):
         try:
             packing.check(value)
         except Exception as error:
@@ -82,6 +86,7 @@ class RemoteStepper:
         model: The model.
         loss: The loss function, or None where the model returns its loss.
         settings: The run's settings.
+        optim: The user's optimizer and scheduler, from factories; None for those of the settings.
         name: Name of the run, for messages to other users of the workers.
 
     Raises:
@@ -98,10 +103,11 @@ class RemoteStepper:
         loss: LossFunction | None,
         settings: FinetuneSettings,
         *,
+        optim: OptimRequest | None = None,
         name: str = "a run",
     ) -> None:
         self._workers = workers
-        self._owner, self._loss = model, loss
+        self._owner, self._loss, self._optim = model, loss, optim
         self._neighbors = settings.parallel.tensor_parallel
         self._number = next(_NUMBERS)
         self._lost = self._ahead = self._closed = False
@@ -116,10 +122,10 @@ class RemoteStepper:
 
     @contextlib.contextmanager
     def _packed(self) -> Iterator[tuple[bytes, str]]:
-        """Pack model and loss for `packing.unpack` on the ranks."""
+        """Pack model, loss and optimizer for `packing.unpack` on the ranks."""
         file = self._group.folder / "model.safetensors"
         try:
-            yield packing.pack((self._owner, self._loss), file), str(file)
+            yield packing.pack((self._owner, self._loss, self._optim), file), str(file)
         finally:
             file.unlink(missing_ok=True)
 
@@ -181,6 +187,10 @@ class RemoteStepper:
             predictions=_of_all(each.predictions for each in own),
             targets=_of_all(each.targets for each in own),
         )
+
+    def evaluated(self, value: float) -> None:
+        """See `Stepper.evaluated`."""
+        self._ask(training.evaluated, self._number, value)
 
     def finite(self) -> bool:
         """See `Stepper.finite`."""

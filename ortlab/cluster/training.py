@@ -103,7 +103,7 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
 
     Args:
         number: Number of the stepper.
-        packed: (model, loss) as `packing.pack` returned it.
+        packed: (model, loss, optimizer) as `packing.pack` returned it.
         file: The file with the model's tensors.
         settings: The run's settings.
 
@@ -118,8 +118,8 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
-        model, loss = packing.unpack(packed, Path(file))
-        stepper = steppers.prepare(chosen, model, loss, settings)
+        model, loss, optim = packing.unpack(packed, Path(file))
+        stepper = steppers.prepare(chosen, model, loss, settings, given=optim)
     except BaseException:
         SAMPLER.end(meter)
         raise
@@ -173,13 +173,23 @@ def evaluate(number: int, batch: Batch, outputs: bool) -> tuple[EvalResult, Rank
     return dataclasses.replace(result, loss=loss), trainee.told()
 
 
+def evaluated(number: int, value: float) -> None:
+    """See `Stepper.evaluated`.
+
+    Args:
+        number: Number of the stepper.
+        value: The metric.
+    """
+    _trainees[number].stepper.evaluated(value)
+
+
 def first_bad(
     packed: bytes, file: str, micro_batches: list[Batch], settings: FinetuneSettings
 ) -> Cause | None:
     """Find the cause of a loss that is not finite, on rank 0; see `nonfinite.first_bad`.
 
     Args:
-        packed: (model, loss) as `packing.pack` returned it.
+        packed: (model, loss, optimizer) as `packing.pack` returned it.
         file: The file with the model's tensors.
         micro_batches: The step's micro-batches.
         settings: The run's settings.
@@ -190,7 +200,7 @@ def first_bad(
     if torch.distributed.get_rank():
         return None
     try:
-        model, loss = packing.unpack(packed, Path(file))
+        model, loss, _ = packing.unpack(packed, Path(file))
         model.to(training_device(settings.parallel.device))
         return nonfinite.first_bad(model, loss, micro_batches, settings)
     except Exception as error:  # noqa: BLE001 - a rank that fails alone ends the whole run

@@ -291,6 +291,14 @@ class Stepper(Protocol):
         """
         ...
 
+    def evaluated(self, value: float) -> None:
+        """Step the user's scheduler if it is stepped with the metric of each evaluation.
+
+        Args:
+            value: The metric.
+        """
+        ...
+
     def finite(self) -> bool:
         """Return True unless a loss was not finite and loss scaling could not handle it.
 
@@ -303,11 +311,12 @@ class Stepper(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of model, optimizer and loss scale.
+        """Return the state of model, optimizer, loss scale and scheduler.
 
         Returns:
-            The model's ``state_dict`` under ``model``, the optimizer's under ``optimizer`` and
-            that of GradScaler under ``loss_scale`` (None without loss scaling).
+            The model's ``state_dict`` under ``model``, the optimizer's under ``optimizer``, that of
+            GradScaler under ``loss_scale`` (None without loss scaling) and that of the user's
+            scheduler under ``scheduler`` (None without one).
         """
         ...
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ortlab.engines.base import Capabilities
-from ortlab.settings import EngineSettings, FinetuneSettings, ParallelSettings
+from ortlab.settings import OWN, EngineSettings, FinetuneSettings, ParallelSettings, is_own
 
 DEEPSPEED: Final = "0.19.8"
 """DeepSpeed's version whose internals `deepspeed_library` and `deepspeed_checkpoint` use."""
@@ -107,6 +107,37 @@ def _engine_rules(
         f"activation_budget={settings.activation_budget!r} is for engine 'ort'; choose "
         f"activation_budget=1.0 with engine {engine!r}",
     )
+
+
+# --- an optimizer or a scheduler of the user's own
+
+
+def own_optimizer_conflict(settings: FinetuneSettings) -> str | None:
+    """Return why an optimizer or scheduler of the user's cannot train under the settings, or None.
+
+    Args:
+        settings: The run's settings.
+
+    Returns:
+        A message that names the values and the alternatives.
+    """
+    optim, parallel = settings.optim, settings.parallel
+    own = [each for each in (optim.optimizer, optim.lr_scheduler_type) if is_own(each)]
+    if not own:
+        return None
+    what = f"an optimizer or lr_scheduler of your own ({own[0].removeprefix(OWN)})"
+    if settings.model.engine == "ort_fused":
+        return (
+            f"{what} runs in torch, and engine 'ort_fused' steps in ORT; choose "
+            "engine='ortmodule', or one of optimizer='adamw', 'sgd' and 'lamb'"
+        )
+    for name, single in (*_ONE_PROCESS.items(), ("reduction", "mean")):
+        if parallel[name] != single:
+            return (
+                f"{name}={parallel[name]!r} with {what}: it needs whole gradients and parameters; "
+                f"choose {name}={single!r}"
+            )
+    return None
 
 
 # --- several ranks
@@ -411,7 +442,13 @@ def script_conflict(settings: FinetuneSettings) -> str | None:
 
 
 def _script_rules(settings: FinetuneSettings) -> _Rules:
-    model, parallel = settings.model, settings.parallel
+    model, optim, parallel = settings.model, settings.optim, settings.parallel
+    for name in ("optimizer", "lr_scheduler_type"):
+        yield (
+            is_own(optim[name]),
+            f"{name}={optim[name]!r} is an object of a run, which a script cannot create; leave "
+            f"{name} out, and change it in the script",
+        )
     yield (
         parallel.reduction != "mean",
         f"reduction={parallel.reduction!r} needs ortlab, and a plain script does without it; "

@@ -144,7 +144,7 @@ class LossScale:
         # memory stays uninitialized (torch 2.13, `_fused_sgd` in torch/optim/sgd.py).
         part = held_part(self._optimizer)
         for group in part.param_groups:
-            for parameter in group["params"] if group.get("momentum") else ():
+            for parameter in group["params"] if group.get("momentum") and group["fused"] else ():
                 kept = part.state[parameter]
                 if kept.get("momentum_buffer") is None:
                     kept["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)

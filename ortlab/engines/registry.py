@@ -204,6 +204,8 @@ def _refusal(settings: Chosen) -> str | None:
     found = _engine(model.engine)
     reason = compatibility.engine_conflict(found.name, found.capabilities, model, parallel)
     reason = reason or found.refuses(model, parallel.device)
+    if reason is None and run is not None:
+        reason = compatibility.own_optimizer_conflict(run)
     if reason is not None or run is None or parallel.workers == 1:
         return reason
     return compatibility.ranks_conflict(run, parallel.workers)

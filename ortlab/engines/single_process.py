@@ -16,6 +16,7 @@ from torch import nn
 
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction, Report
+from ortlab.engines.own_optimizer import OwnOptim
 from ortlab.settings import FinetuneSettings
 
 
@@ -42,6 +43,7 @@ class OneProcess:
         loss: Loss function, or None if the module returns its own loss.
         owner: The user's own module inside `module`.
         device: Device of the training.
+        given: The user's optimizer or scheduler; None for those of the settings.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class OneProcess:
         loss: LossFunction | None,
         owner: nn.Module,
         device: torch.device,
+        given: OwnOptim | None = None,
     ) -> None:
         self.module = module
         self.loss = loss
         self.owner = owner
         self.device = device
+        self.given = given
 
     def optimizer(
         self,

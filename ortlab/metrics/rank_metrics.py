@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortlab.metrics.recorder import INDEX, NAN
-from ortlab.metrics.zero_bytes import optimizer_bytes, zero_bytes
+from ortlab.metrics.zero_bytes import MOMENTS, optimizer_bytes, zero_bytes
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table, rounded
 
@@ -400,7 +400,8 @@ def _slowest(ranks: Sequence[Rank]) -> Rank | None:
 def _saving(ranks: Sequence[Rank], settings: FinetuneSettings) -> Saving | None:
     parallel = settings.parallel
     held = sum(rank.held for rank in ranks)
-    if len(ranks) != parallel.workers or not held > 0:
+    known = settings.optim.optimizer in MOMENTS  # not of an optimizer of the user's own
+    if len(ranks) != parallel.workers or not held > 0 or not known:
         return None
     stage, parts = (
         parallel.zero_stage,

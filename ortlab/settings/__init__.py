@@ -17,9 +17,11 @@ from ortlab.settings.choices import (
     OF_ANY_ENGINE,
     OPSETS,
     OPTIMIZERS,
+    OWN,
     PRECISIONS,
     REFERENCE,
     SAME_ENGINE,
+    is_own,
 )
 from ortlab.settings.declaration import Declaration, Settings, setting, unknown_name
 from ortlab.settings.engine import EngineSettings, OrtModuleSettings
@@ -50,6 +52,7 @@ __all__ = [
     "OF_ANY_ENGINE",
     "OPSETS",
     "OPTIMIZERS",
+    "OWN",
     "PRECISIONS",
     "REFERENCE",
     "RUN_SORTS",
@@ -74,6 +77,7 @@ __all__ = [
     "SearchSettings",
     "Settings",
     "TuneSettings",
+    "is_own",
     "setting",
     "unknown_name",
 ]

@@ -57,4 +57,17 @@ EXPORT_OPSETS = (14, 20)
 OPTIMIZERS = ("adamw", "sgd", "lamb")
 
 
+OWN = "own "
+"""Prefix of the name by which settings record an object of the user's in place of a choice."""
+
+
+def is_own(name: str) -> bool:
+    """Return whether a setting records an object of the user's, not a choice.
+
+    Args:
+        name: The setting.
+    """
+    return name.startswith(OWN)
+
+
 LOSSES = ("cross_entropy", "mse", "l1", "bce_with_logits")

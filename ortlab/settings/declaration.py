@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from ortlab.settings.choices import is_own
+
 _VARIABLES = "ORTMODULE_"
 
 
@@ -37,6 +39,8 @@ class Declaration:
         above: Number that the value must exceed; None for no limit.
         maximum: Largest valid number; None for no limit.
         unit: Unit of the value; "" for none.
+        own: True if an object of the user's may take the place of a choice; its name follows
+            `ortlab.settings.OWN`.
         many: True if the value is one or several of the choices, separated by commas.
         source: Source that ORTModule itself reads the setting from: an environment variable, whose
             value is the default of the setting, or a key of its JSON file or of its DebugOptions.
@@ -61,6 +65,7 @@ class Declaration:
     above: float | None = None
     maximum: float | None = None
     unit: str = ""
+    own: bool = False
     many: bool = False
     source: str = ""
     prefix: str = ""
@@ -180,7 +185,7 @@ class Declaration:
             raise ValueError(
                 f"{self.name}={value!r} is {type(value).__name__}, expected {self.type.__name__}"
             )
-        if isinstance(value, str) and self.choices:
+        if isinstance(value, str) and self.choices and not (self.own and is_own(value)):
             names = [name.strip() for name in value.split(",")] if self.many else [value]
             names = [self.renamed.get(name, name) for name in names]
             for name in names:

@@ -66,6 +66,71 @@ class FinetuneKeywords(TypedDict, total=False):
     learning_rate: float
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     warmup_steps: float
+    weight_decay: float
+    max_grad_norm: float | None
+    device: Literal["auto", "cpu", "cuda"]
+    workers: int
+    isolated: bool
+    zero_stage: int
+    param_dtype: Literal["fp32", "bf16"]
+    offload_optimizer: bool
+    reduction: Literal["mean", "adasum"]
+    tensor_parallel: int
+    pipeline_stages: int
+    eval_steps: int | None
+    save_steps: int | None
+    checkpoint_minutes: float | None
+    keep_checkpoints: int
+    keep_best: str | None
+    keep_best_mode: Literal["auto", "max", "min"]
+    early_stopping_patience: int | None
+    early_stopping_threshold: float
+    log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"]
+    opset: int
+    shape_inference: bool
+    copy_for_export: bool
+    save_onnx: str | None
+    compute_optimizer: bool
+    label_sparsity: bool
+    embedding_sparsity: bool
+    cast_propagation: Literal["none", "insert_and_reduce", "flood_fill"]
+    cast_level: int
+    cast_ops: str
+    memory_efficient_gradient: bool
+    arena: bool
+    memory_level: int
+    memory_plans: str | None
+    memory_stats: bool
+    custom_autograd: bool
+    skip_checks: str
+    external_allocator: bool
+    conv_algo_search: Literal["heuristic", "exhaustive"]
+    triton: bool
+    tuning: bool
+    tuning_ms: int
+    tuning_results: str | None
+
+
+class ScriptKeywords(TypedDict, total=False):
+    """Settings of `ortlab.script`."""
+
+    engine: Literal["auto", "eager", "compile", "ort", "ortmodule", "ort_fused"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16"]
+    kernels: Literal["measured", "torch", "ort"]
+    attention: Literal["auto", "fused", "onnx"]
+    recompute: str
+    activation_budget: float
+    self_check: bool
+    fallback: bool
+    cache: bool
+    num_train_epochs: int
+    max_steps: int | None
+    batch_size: int
+    gradient_accumulation_steps: int
+    seed: int
+    learning_rate: float
+    lr_scheduler_type: Literal["constant", "linear", "cosine"]
+    warmup_steps: float
     optimizer: Literal["adamw", "sgd", "lamb"]
     weight_decay: float
     max_grad_norm: float | None

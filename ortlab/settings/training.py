@@ -76,6 +76,7 @@ class OptimSettings(Settings):
         "linear",
         alias="schedule",
         choices=("constant", "linear", "cosine"),
+        own=True,
         help="learning rate schedule after warmup",
     )
     warmup_steps: float = setting(
@@ -85,7 +86,10 @@ class OptimSettings(Settings):
         help="warmup, in which the learning rate rises; below 1, a fraction of the run's steps",
     )
     optimizer: str = setting(
-        "adamw", choices=OPTIMIZERS, help="optimizer; lamb is for large batches"
+        "adamw",
+        choices=OPTIMIZERS,
+        own=True,
+        help="optimizer, for finetune also one of your own; lamb is for large batches",
     )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     max_grad_norm: float | None = setting(

@@ -12,7 +12,7 @@ from ortlab.engines import registry
 from ortlab.engines.base import Cost, Stepper
 from ortlab.metrics.evaluation import goal
 from ortlab.metrics.user_metrics import UserMetrics
-from ortlab.settings import CheckpointSettings, FinetuneSettings
+from ortlab.settings import CheckpointSettings, FinetuneSettings, is_own
 from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.training_state import TrainingState
@@ -23,11 +23,12 @@ from ortlab.utils.threads import trim
 _FIXED_IN_A_RUN = ("seed", "optimizer", "loss", "device")
 
 
-def fixed(data: Batches) -> dict[str, str]:
+def fixed(data: Batches, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the settings that a run cannot change to any value.
 
     Args:
         data: The training data of the run.
+        given: Reasons of the user's optimizer and scheduler; None without them.
 
     Returns:
         Reason why each setting is fixed, by the name of the setting.
@@ -36,6 +37,7 @@ def fixed(data: Batches) -> dict[str, str]:
         name: f"a run keeps the {name} that it started with; use finetune to start another run"
         for name in _FIXED_IN_A_RUN
     }
+    found |= given or {}
     return {**found, "batch_size": data.own} if data.own else found
 
 
@@ -52,6 +54,12 @@ def check_change(
     Raises:
         ValueError: If a fixed setting differs.
     """
+    schedule = after.optim.lr_scheduler_type
+    if is_own(schedule) and schedule != before.optim.lr_scheduler_type:
+        raise ValueError(
+            f"lr_scheduler_type={schedule!r} is the name of an object, which a run has from its "
+            "start; use finetune(..., lr_scheduler=...) to start another run"
+        )
     for name, reason in fixed.items():
         there, here = before[name], after[name]
         if there != here:

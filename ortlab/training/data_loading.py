@@ -28,6 +28,8 @@ from ortlab.utils.rng import RandomStates
 
 Read = Callable[[int], list[Any]]
 """Returns the next items of an epoch: the requested number of them, or the rest."""
+Collate = Callable[[list[Any]], Batch]
+"""Makes a batch of samples."""
 
 
 class Epoch(Iterator[Batch]):
@@ -40,13 +42,17 @@ class Epoch(Iterator[Batch]):
         read: Reads the next items.
         size: Samples in a micro-batch; None if the items are batches.
         done: Items of the epoch that were read before.
+        make: Makes a batch of samples; None for `collate`.
     """
 
-    def __init__(self, read: Read, size: int | None, done: int) -> None:
+    def __init__(
+        self, read: Read, size: int | None, done: int, make: Collate | None = None
+    ) -> None:
         self.done = done
         """Items of the epoch that were read."""
         self._read = read
         self._size = size
+        self._make = make or collate
         self._kept: list[Any] = []
         self._again: list[Any] = []
 
@@ -73,7 +79,7 @@ class Epoch(Iterator[Batch]):
             self.done += len(items)
             if keep:
                 self._kept += items
-            found.append(items[0] if self._size is None else collate(items))
+            found.append(items[0] if self._size is None else self._make(items))
         return found
 
     def put_back(self) -> None:
@@ -97,7 +103,8 @@ class Batches:
     user's loader draws its order, if it has its own. ``workers_stay`` is True if the loader's
     workers outlive an epoch, and ``once`` if the data can be read only once. ``exact`` is True if
     no epoch has more items than ``length``; a loader of an IterableDataset may have, for example.
-    ``names(n, places)`` names the samples of a Dataset at these places of epoch `n`.
+    ``names(n, places)`` names the samples of a Dataset at these places of epoch `n`, and
+    ``collate_fn`` is the user's function that makes a batch of samples.
     """
 
     open: Callable[[int, int], Read]
@@ -109,6 +116,7 @@ class Batches:
     once: bool = False
     exact: bool = False
     names: Callable[[int, Sequence[int]], str] | None = None
+    collate_fn: Collate | None = None
 
     def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
         """Return the same data, with each read inside a context.
@@ -148,7 +156,8 @@ class Batches:
         Returns:
             The epoch.
         """
-        return Epoch(self.open(number, skip), self.size and (size or self.size), skip)
+        count = self.size and (size or self.size)
+        return Epoch(self.open(number, skip), count, skip, self.collate_fn)
 
     def order(self) -> Order:
         """Return the random states from which the order of an epoch is drawn that begins now."""
@@ -184,7 +193,13 @@ class Batches:
             generator.set_state(state)
 
 
-def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) -> Batches:
+def batches(
+    data: Any,
+    settings: FinetuneSettings,
+    *,
+    evaluation: bool = False,
+    collate_fn: Collate | None = None,
+) -> Batches:
     """Return data as micro-batches.
 
     A DataLoader or another iterable of batches is used as it is. A torch or ``datasets`` Dataset
@@ -203,6 +218,8 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
         data: A Dataset, a DataLoader, or another iterable of batches.
         settings: Batch size, seed and epochs of the run.
         evaluation: True for held-out data, which is not shuffled.
+        collate_fn: The user's function that makes a batch of a Dataset's samples; None for
+            `collate`.
 
     Returns:
         The data.
@@ -224,7 +241,8 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
     if length == 0:
         raise ValueError(f"the data is empty: the {type(data).__name__} has no elements")
     if made_of_samples:
-        return _batched(data, length, settings.data, shuffle=not evaluation)
+        made = _batched(data, length, settings.data, shuffle=not evaluation)
+        return replace(made, collate_fn=collate_fn)
     if isinstance(data, Iterator) and not once:
         raise ValueError(
             f"a {type(data).__name__} can be read only once, but this data is read several times; "
@@ -245,6 +263,28 @@ def batches(data: Any, settings: FinetuneSettings, *, evaluation: bool = False) 
         once=isinstance(data, Iterator),
         exact=_is_exact(data),
     )
+
+
+def check_collate(collate_fn: Any, train: Any, evaluation: Any) -> None:
+    """Check that the user's function that makes batches is one, and has samples to make them of.
+
+    Args:
+        collate_fn: The function; None for none.
+        train: The training data.
+        evaluation: The evaluation data; None for none.
+
+    Raises:
+        ValueError: If it is not a function, or all data makes its own batches.
+    """
+    if collate_fn is None:
+        return
+    if not callable(collate_fn):
+        raise ValueError(f"collate_fn={collate_fn!r} is not a function of a list of samples")
+    if not (of_samples(train) or of_samples(evaluation)):
+        raise ValueError(
+            f"collate_fn has no effect: the {type(train).__name__} makes its own batches; pass the "
+            "Dataset itself, or give collate_fn to the DataLoader"
+        )
 
 
 def _workers_stay(data: Any) -> bool:
@@ -480,13 +520,13 @@ def _stack(name: str, values: Sequence[Any]) -> Batch:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} of a sample is {type(values[0]).__name__}, which cannot be a tensor: {error}; "
-            "pass a DataLoader with a collate_fn"
+            "pass a collate_fn"
         ) from error
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         some = ", ".join(str(list(shape)) for shape in sorted(shapes)[:3])
         raise ValueError(
             f"{name} has different shapes in one batch ({some}); pad the samples, as with "
-            "tokenizer(..., padding='max_length'), or pass a DataLoader with a collate_fn"
+            "tokenizer(..., padding='max_length'), or pass a collate_fn that does"
         )
     return torch.stack(tensors)

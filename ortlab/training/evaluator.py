@@ -13,7 +13,7 @@ from ortlab.engines.base import Stepper, StepperLost
 from ortlab.metrics.evaluation import Evaluation, evaluations_of, goal
 from ortlab.metrics.recorder import NAN
 from ortlab.metrics.user_metrics import UserMetrics
-from ortlab.settings.declaration import unknown_name
+from ortlab.settings import is_own, unknown_name
 from ortlab.training.data_loading import Batches
 from ortlab.training.failures import FailureHandler
 from ortlab.training.training_state import TrainingState
@@ -130,6 +130,7 @@ class Evaluator:
             return
         state.evaluated = state.step
         state.tell("eval", str(found), found.values)
+        self._step_scheduler(found)
         self._see_the_best(found)
         if not math.isfinite(found.loss):
             state.tell(
@@ -156,6 +157,14 @@ class Evaluator:
             if best is not None:
                 told += f"; best {best.values[wanted.name]:.4g} at step {best.step}"
             state.tell("note", f"early stopping at step {state.step}: {told}")
+
+    def _step_scheduler(self, found: Evaluation) -> None:
+        """Step the user's scheduler if it needs a metric; the one before training is no result."""
+        settings = self._state.settings
+        if self._state.step and is_own(settings.optim.lr_scheduler_type):
+            wanted = goal(settings.checkpoint, self._metrics)
+            if wanted.name in found.values:
+                self._state.stepper.evaluated(found.values[wanted.name])
 
     def _see_the_best(self, found: Evaluation) -> None:
         """Report the checkpoint if this evaluation is the best so far."""

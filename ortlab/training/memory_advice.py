@@ -165,7 +165,7 @@ def _state_bytes(model: nn.Module, settings: FinetuneSettings, device: str) -> i
     sharing = parallel.workers // model_parts
     weights = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    state = trained * MOMENTS[settings.optim.optimizer] // 4  # weights are fp32
+    state = trained * MOMENTS.get(settings.optim.optimizer, 0) // 4  # fp32; your own: unknown
     if parallel.offload_optimizer and device == "cuda":
         state = 0
     each = (3, weights), (2, trained), (1, state)

@@ -21,7 +21,17 @@ from ortlab.metrics.recorder import INDEX, Event, Rows
 from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.utils.files import half_written
 
-NAMES: Final = ("model", "train", "eval_dataset", "loss", "metrics", "callbacks")
+NAMES: Final = (
+    "model",
+    "train",
+    "eval_dataset",
+    "loss",
+    "metrics",
+    "callbacks",
+    "optimizer",
+    "lr_scheduler",
+    "collate_fn",
+)
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
 _NEWS: Final = ("eval", "change", "note", "warning")
@@ -329,4 +339,7 @@ _CALLED: Final = {
     "loss": "its loss",
     "metrics": "its metrics",
     "callbacks": "its callbacks",
+    "optimizer": "its optimizer",
+    "lr_scheduler": "its lr_scheduler",
+    "collate_fn": "its collate_fn",
 }

@@ -62,13 +62,15 @@ class Run(StoredRun):
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
         notes: Lines on the start of the run, shown to the user.
         earlier: Run of `begin`, if this run includes its metrics.
-        names: The user's names of ``model``, ``train``, ``eval_dataset``, ``loss``, ``metrics`` and
-            ``callbacks``, by which `ortlab.resume` finds them again.
+        names: The user's names of `ortlab.training.resume.NAMES`, by which `ortlab.resume` finds
+            them again.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
         metrics: The user's metrics, computed in each evaluation.
         callbacks: The user's callbacks, which are called with this run.
         faults: Treatment of failures. With ``waits``, a failure that need not end the run pauses it
             until `resume` or `stop`, and data that hangs pauses it until the data comes.
+        fixed: Reasons why the user's optimizer and scheduler fix settings, by the setting's name.
+        collate_fn: The user's function that makes a batch of a Dataset's samples.
 
     Raises:
         ValueError: Before anything is written, if the data cannot be used, or for ``keep_best``
@@ -98,11 +100,16 @@ class Run(StoredRun):
         metrics: UserMetrics | None = None,
         callbacks: Callbacks | None = None,
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
+        fixed: Mapping[str, str] | None = None,
+        collate_fn: data_loading.Collate | None = None,
     ) -> None:
-        batches = data_loading.batches(train, settings)
+        data_loading.check_collate(collate_fn, train, evaluation)
+        batches = data_loading.batches(train, settings, collate_fn=collate_fn)
         held_out = None
         if evaluation is not None:
-            held_out = data_loading.batches(evaluation, settings, evaluation=True)
+            held_out = data_loading.batches(
+                evaluation, settings, evaluation=True, collate_fn=collate_fn
+            )
         place = None if begin is None else training_state.place(begin, batches, settings)
         self._evaluates = held_out is not None
         setting_changes.check_best(settings.checkpoint, evaluates=self._evaluates, metrics=metrics)
@@ -112,7 +119,7 @@ class Run(StoredRun):
         length = length_note(batches, settings)
         self.settings = settings
         """Settings that the run began with."""
-        self.fixed: Mapping[str, str] = setting_changes.fixed(batches)
+        self.fixed: Mapping[str, str] = setting_changes.fixed(batches, fixed)
         """Reasons why `apply` cannot change a setting to any value, by the setting's name."""
         self._model = weakref.ref(model)
         self._show = show

@@ -6,7 +6,7 @@ import math
 import warnings
 
 from ortlab.checkpoint.checkpoint import Position
-from ortlab.settings import FinetuneSettings, LimitSettings, OptimSettings
+from ortlab.settings import FinetuneSettings, LimitSettings, OptimSettings, is_own
 from ortlab.training.data_loading import Batches
 
 
@@ -91,7 +91,8 @@ def learning_rate(step: int, total: int | None, optim: OptimSettings) -> float:
     Args:
         step: Number of the step, counted from 0.
         total: Number of steps of the run; None if unknown, which keeps the rate constant.
-        optim: ``learning_rate``, ``warmup_steps`` and ``lr_scheduler_type`` of the run.
+        optim: ``learning_rate``, ``warmup_steps`` and ``lr_scheduler_type`` of the run. A scheduler
+            of the user's sets the rate itself.
 
     Returns:
         The learning rate.
@@ -99,6 +100,8 @@ def learning_rate(step: int, total: int | None, optim: OptimSettings) -> float:
     Raises:
         ValueError: As for `warmup`.
     """
+    if is_own(optim.lr_scheduler_type):
+        return optim.learning_rate  # the stepper has the scheduler's
     rising = warmup(total, optim)
     if step < rising:
         return optim.learning_rate * (step + 1) / (rising + 1)
@@ -123,6 +126,8 @@ def check_schedule(total: int | None, optim: OptimSettings) -> None:
         ValueError: If the warmup is as long as the run or longer, or a fraction of a run of
             unknown length.
     """
+    if is_own(optim.lr_scheduler_type):
+        return
     rising = warmup(total, optim)
     # A fraction of a short run may round up to the whole run, which only delays the peak.
     if total is not None and optim.warmup_steps >= 1 and rising >= total:

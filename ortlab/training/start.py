@@ -18,13 +18,17 @@ from ortlab.engines import wrapped_models
 from ortlab.engines.base import LossFunction, Stepper, tell
 from ortlab.engines.losses import loss_function
 from ortlab.engines.nonfinite import Cause, first_bad
+from ortlab.engines.own_optimizer import OwnOptim
 from ortlab.engines.registry import engine as engine_called
 from ortlab.engines.registry import engine_for, resolved, succeed
+from ortlab.engines.single_process import OneProcess
+from ortlab.engines.torch.user_optimizer import OptimRequest
+from ortlab.metrics.evaluation import goal
 from ortlab.metrics.user_metrics import Metrics, UserMetrics
-from ortlab.settings import LOSSES, EngineSettings, FinetuneSettings
+from ortlab.settings import LOSSES, OWN, EngineSettings, FinetuneSettings, is_own
 from ortlab.training import initial_weights, settings_preview
 from ortlab.training.callbacks import Callbacks
-from ortlab.training.data_loading import of_samples, unevenly
+from ortlab.training.data_loading import Collate, of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Beginning, Earlier
 from ortlab.training.run import Run
@@ -55,6 +59,10 @@ class RunRequest:
         loss: Loss function or its name; None where the model returns its own loss.
         metrics: The user's metrics; None for none.
         callbacks: The user's callbacks; None for none.
+        optimizer: Name of an optimizer, or the user's, its class or factory; None for that of the
+            settings.
+        lr_scheduler: The user's scheduler, its class or factory; None for that of the settings.
+        collate_fn: The user's function that makes a batch of samples; None for ortlab's.
         begin: Checkpoint to resume from; None to start from the model's current weights.
         earlier: The run that this one continues, with its metrics; None for a new run.
         hold: Whether a run that fails waits for the user; None for the session's default.
@@ -68,6 +76,9 @@ class RunRequest:
     loss: str | LossFunction | None = None
     metrics: Metrics | None = None
     callbacks: Callbacks | None = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    collate_fn: Collate | None = None
     begin: Beginning | Checkpoint | None = None
     earlier: Earlier | None = None
     hold: bool | None = None
@@ -86,9 +97,9 @@ class RunRequest:
             namespace: The user's variables.
 
         Returns:
-            The names by ``model``, ``train``, ``eval_dataset``, ``loss``, ``metrics`` and
-            ``callbacks``, where there is one. A loss function without a variable has its own name;
-            a loss given by name has none here, because the settings record it.
+            The names by `ortlab.training.resume.NAMES`, where there is one. A loss function without
+            a variable has its own name; a loss given by name has none here, because the settings
+            record it.
         """
         values = {
             "model": self.model,
@@ -97,6 +108,9 @@ class RunRequest:
             "loss": self.loss,
             "metrics": self.metrics,
             "callbacks": self.callbacks,
+            "optimizer": None if isinstance(self.optimizer, str) else self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "collate_fn": self.collate_fn,
         }
         names = {id(v): n for n, v in reversed(list(namespace.items())) if n[:1] != "_"}
         found = {each: names.get(id(value)) for each, value in values.items() if value is not None}
@@ -112,8 +126,10 @@ class RunServices:
     """Services of the session that a run uses.
 
     Attributes:
-        remote: Return a stepper of the workers for a model, a loss, settings and a run's name.
-        check_workers: Raise where a model and a loss cannot be trained by workers.
+        remote: Return a stepper of the workers for a model, a loss, settings, a run's name, and the
+            user's optimizer and scheduler.
+        check_workers: Raise where a model, a loss, and the user's optimizer and scheduler cannot be
+            sent to workers.
         plan_for: Return the memory plan of a model or a run under settings.
         remote_hosts: Return whether workers may be on other machines.
         show: Show the run to every viewer.
@@ -121,8 +137,10 @@ class RunServices:
         waits: Whether a run that fails waits for the user by default.
     """
 
-    remote: Callable[[nn.Module, LossFunction | None, FinetuneSettings, str], RemoteStepper]
-    check_workers: Callable[[nn.Module, LossFunction | None], None]
+    remote: Callable[
+        [nn.Module, LossFunction | None, FinetuneSettings, str, OptimRequest | None], RemoteStepper
+    ]
+    check_workers: Callable[[nn.Module, LossFunction | None, OptimRequest | None], None]
     plan_for: Callable[[nn.Module | Run, FinetuneSettings], tuple[MemoryPlan, EngineSettings]]
     remote_hosts: Callable[[], bool]
     show: Callable[[Watched], None]
@@ -139,12 +157,14 @@ class ChosenSettings:
         loss: Loss function that they mean.
         warnings: Warnings for the user.
         choice: Reason for the engine if "auto" was asked for; "" if it was named.
+        optim: The user's optimizer and scheduler; None for those of the settings.
     """
 
     settings: FinetuneSettings
     loss: LossFunction | None
     warnings: list[str]
     choice: str = ""
+    optim: OptimRequest | None = None
 
 
 class RunModel:
@@ -159,10 +179,10 @@ class RunModel:
         request: RunRequest,
         original: nn.Module,
         engine: str | None,
-        loss: LossFunction | None,
+        chosen: ChosenSettings,
         services: RunServices,
+        own: OwnOptim | None,
         *,
-        chosen: bool,
         initial: MutableMapping[nn.Module, Path] | None,
     ) -> None:
         self.run: Run | None = None
@@ -171,8 +191,9 @@ class RunModel:
         """Wrapper of each engine that the run has prepared."""
         self._module, self._data = request.model, request.train
         self._original = original
-        self._loss = loss
-        self._chosen = chosen  # whether "auto" chose the engine
+        self._loss = chosen.loss
+        self._chosen = bool(chosen.choice)  # whether "auto" chose the engine
+        self._optim, self._own = chosen.optim, own
         self._services = services
         self._initial = initial  # where to record the file of the weights; None to save none
         # A wrapped model keeps what its own engine has exported already.
@@ -187,13 +208,16 @@ class RunModel:
                 tell(uneven)
             assert self.run is not None
             remote = self._services.remote
-            return remote(self._original, self._loss, settings, self.run.name)
+            return remote(self._original, self._loss, settings, self.run.name, self._optim)
         if engine.name not in self._wrappers:
             plain = settings.model.replace(precision="fp32")  # the stepper chooses the precision
             self._wrappers[engine.name] = engine.wrap(self._original, plain)
             succeed(self._wrappers[engine.name], chosen=self._chosen)
         wrapper = self.prepared[engine.name] = self._wrappers[engine.name]
-        return engine.prepare(wrapper, self._loss, settings)
+        if self._own is None:
+            return engine.prepare(wrapper, self._loss, settings)
+        processes = functools.partial(OneProcess, given=self._own)
+        return engine.prepare(wrapper, self._loss, settings, processes=processes)
 
     def _save_initial(self) -> None:
         """Save the weights from before the first run of the model, in the run's own thread."""
@@ -263,24 +287,19 @@ class RunStarter:
         self._registry.check_free(original)
         past = initial_weights.trained_by(self._registry.folders(original))
         restored, notes = self._weights(request, original, past)
-        if request.checkpoint is not None:
-            check_state(request.checkpoint, original, chosen.settings)
         engine_for(chosen.settings)
         if chosen.settings.parallel.elsewhere:
-            self._services.check_workers(original, chosen.loss)
+            self._services.check_workers(original, chosen.loss, chosen.optim)
+        chosen, optim = with_own_optimizer(chosen, request, original)
+        if request.checkpoint is not None:
+            check_state(request.checkpoint, original, chosen.settings, optim)
         engine = None if entry is None else entry.settings.engine
         if entry is not None and engine == chosen.settings.model.engine:
             chosen = dataclasses.replace(chosen, choice=chosen.choice or entry.choice)
-        model = RunModel(
-            request,
-            original,
-            engine,
-            chosen.loss,
-            self._services,
-            chosen=bool(chosen.choice),
-            initial=self._registry.initial if past is None else None,
-        )
-        run = model.run = self._create(request, original, model, chosen, notes)
+        initial = self._registry.initial if past is None else None
+        model = RunModel(request, original, engine, chosen, self._services, optim, initial=initial)
+        fixed = chosen.optim.fixed | optim.fixed if chosen.optim and optim else {}
+        run = model.run = self._create(request, original, model, chosen, notes, fixed)
         if restored is not None:  # now that nothing else can be wrong
             original.load_state_dict(restored.model)
         self._registry.add(run, model=original, data=request.train, wrapped=model.prepared)
@@ -314,6 +333,7 @@ class RunStarter:
         model: RunModel,
         chosen: ChosenSettings,
         notes: Sequence[str],
+        fixed: Mapping[str, str],
     ) -> Run:
         waits = self._services.waits if request.hold is None else request.hold
         return Run(
@@ -336,6 +356,8 @@ class RunStarter:
             notes=notes,
             earlier=request.earlier,
             names=request.names(self._services.names()),
+            fixed=fixed,
+            collate_fn=request.collate_fn,
         )
 
 
@@ -381,12 +403,78 @@ def choose_settings(
         base |= preferred
     function, loss = loss_called(request.loss, base.get("loss"))
     given = FinetuneSettings.canonical(request.settings)
-    chosen = FinetuneSettings.of({**base, **given, "loss": loss})
+    for name in given.keys() & {"sampler", "batch_sampler", "shuffle", "num_workers"}:
+        raise ValueError(
+            f"{name} is an argument of a DataLoader; pass one as the data: "
+            f"DataLoader(dataset, {name}=..., batch_size=16)"
+        )
+    optimizer = request.optimizer
+    if isinstance(optimizer, str):
+        given, optimizer = {**given, "optimizer": optimizer}, None
+    optim = OptimRequest.of(optimizer, request.lr_scheduler, given, resumed=begin is not None)
+    named = {} if optim is None else optim.names
+    chosen = FinetuneSettings.of({**base, **given, "loss": loss, **named})
+    for name, argument in (("optimizer", "optimizer"), ("lr_scheduler_type", "lr_scheduler")):
+        if is_own(chosen[name]) and name not in named:
+            raise ValueError(
+                f"the {argument} is an object of yours, {chosen[name].removeprefix(OWN)}, which a "
+                f"file cannot store; give it once more: {argument}=..."
+            )
     warnings = [begin.damaged] if isinstance(begin, Beginning) and begin.damaged else []
     if begin is not None and (warning := _not_restored(begin.settings, chosen, given)):
         warnings.append(warning)
     chosen, choice = resolved(chosen)
-    return ChosenSettings(chosen, function, warnings, choice)
+    return ChosenSettings(chosen, function, warnings, choice, optim)
+
+
+def with_own_optimizer(
+    chosen: ChosenSettings, request: RunRequest, model: nn.Module
+) -> tuple[ChosenSettings, OwnOptim | None]:
+    """Build the user's optimizer and scheduler, and record their rate in the settings.
+
+    Args:
+        chosen: Settings of the run.
+        request: The call that starts the run.
+        model: The user's model.
+
+    Returns:
+        The settings, and optimizer and scheduler; None for those of the settings.
+
+    Raises:
+        ValueError: If they cannot train the model, or the scheduler needs evaluations.
+    """
+    if chosen.optim is None:
+        return chosen, None
+    own = chosen.optim.build(model, chosen.settings)
+    if own.by_metric:
+        _check_metric(own.scheduler, chosen.settings, request)
+    recorded: dict[str, Any] = dict(own.names)
+    if not own.named and request.begin is None:
+        values = {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
+        recorded |= {name: value for name, value in values.items() if value is not None}
+    return (
+        dataclasses.replace(
+            chosen,
+            settings=chosen.settings.replace(**recorded),
+            warnings=[*chosen.warnings, *own.warnings],
+        ),
+        own,
+    )
+
+
+def _check_metric(scheduler: Any, settings: FinetuneSettings, request: RunRequest) -> None:
+    """Check that a scheduler that is stepped with a metric has one, and knows what is better."""
+    name = type(scheduler).__name__
+    if request.eval_dataset is None:
+        raise ValueError(f"{name} is stepped with the metric of evaluations: pass eval_dataset")
+    metrics = None if request.metrics is None else UserMetrics(request.metrics)
+    wanted = goal(settings.checkpoint, metrics)
+    mode = getattr(scheduler, "mode", wanted.way)
+    if mode != wanted.way:
+        raise ValueError(
+            f"{name}(mode={mode!r}) is stepped with {wanted.name}, of which {wanted.way!r} is "
+            f"better; create it with mode={wanted.way!r}, or change keep_best, whose metric it gets"
+        )
 
 
 def loss_called(

@@ -9,12 +9,13 @@ import numpy as np
 from torch import nn
 
 from ortlab.checkpoint.checkpoint import Checkpoint, Order, Position, Unit
-from ortlab.checkpoint.checks import check_model, check_optimizer
+from ortlab.checkpoint.checks import check_model, check_optimizer, check_own_optimizer
 from ortlab.engines.base import Stepper
 from ortlab.engines.loss_scale import check_loss_scale
+from ortlab.engines.own_optimizer import OwnOptim
 from ortlab.engines.torch.stepper import trained_groups
 from ortlab.metrics.recorder import Event, Recorder
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, is_own
 from ortlab.training.control import Control
 from ortlab.training.data_loading import Batches
 from ortlab.training.schedule import total_steps
@@ -117,6 +118,7 @@ class TrainingState:
             self.settings.as_dict(),
             state["loss_scale"],
             shards=state.get("shards"),
+            scheduler=state.get("scheduler"),
         )
 
     def copy(self) -> Checkpoint:
@@ -156,6 +158,7 @@ class TrainingState:
                 "model": taken.model,
                 "optimizer": taken.optimizer,
                 "loss_scale": taken.loss_scale,
+                "scheduler": taken.scheduler,
                 "shards": taken.shards,
             }
         )
@@ -205,8 +208,10 @@ class TrainingState:
         self.recorder.event(event)
 
 
-def check_state(begin: Checkpoint, model: nn.Module, settings: FinetuneSettings) -> None:
-    """Check that a model, its optimizer and its loss scale can load a checkpoint.
+def check_state(
+    begin: Checkpoint, model: nn.Module, settings: FinetuneSettings, given: OwnOptim | None = None
+) -> None:
+    """Check that a model, its optimizer, its scheduler and its loss scale can load a checkpoint.
 
     A stepper checks that too, but once it exists, the model may be on another device and workers
     may have started.
@@ -215,15 +220,28 @@ def check_state(begin: Checkpoint, model: nn.Module, settings: FinetuneSettings)
         begin: The checkpoint.
         model: The user's model.
         settings: Settings of the new run.
+        given: The user's optimizer or scheduler; None for those of the settings.
 
     Raises:
         ValueError: If they cannot.
     """
+    there, here = begin.settings.get("lr_scheduler_type", ""), settings.optim.lr_scheduler_type
+    if there != here and (is_own(there) or is_own(here)):
+        raise ValueError(
+            f"lr_scheduler_type={here!r} does not match the checkpoint, which has {there!r}: its "
+            "optimizer's groups depend on it; give the scheduler that the run had, or start a new "
+            "run without resume_from"
+        )
     check_model(begin.model, model.state_dict())
-    groups = trained_groups(model)
-    own = {"param_groups": [{"params": group} for group in groups]}
-    parameters = [each for group in groups for each in group]
-    check_optimizer(begin.optimizer, own, parameters, settings.optim.optimizer)
+    if given is None or given.named:
+        groups = trained_groups(model)
+        own = {"param_groups": [{"params": group} for group in groups]}
+        parameters = [each for group in groups for each in group]
+        check_optimizer(begin.optimizer, own, parameters, settings.optim.optimizer)
+    else:
+        check_own_optimizer(begin.optimizer, given.optimizer.state_dict())
+    if given is not None:
+        given.check(begin.scheduler)
     check_loss_scale(begin.loss_scale)
 
 

@@ -51,6 +51,7 @@ SLOW = (
     "training/test_apply.py",
     "training/test_checkpoint_writer.py",
     "training/test_failures.py",
+    "training/test_own_optimizers.py",
     "training/test_run.py",
     "training/test_toggles.py",
     "utils/test_warn_once.py",

@@ -36,14 +36,15 @@ from typing import Literal, TypedDict
 '''
 
 
-def plain(declared: Mapping[str, Declaration]) -> list[Declaration]:
+def plain(declared: Mapping[str, Declaration], *arguments: str) -> list[Declaration]:
     """Return the settings that a function takes as ``**settings``; its loss is an argument."""
-    return [each for name, each in declared.items() if name != "loss"]
+    return [each for name, each in declared.items() if name not in ("loss", *arguments)]
 
 
 CLASSES: Mapping[str, tuple[str, Iterable[Declaration]]] = {
     "EngineKeywords": ("ortlab.wrap", plain(EngineSettings.declarations())),
-    "FinetuneKeywords": ("ortlab.finetune", plain(FinetuneSettings.declarations())),
+    "FinetuneKeywords": ("ortlab.finetune", plain(FinetuneSettings.declarations(), "optimizer")),
+    "ScriptKeywords": ("ortlab.script", plain(FinetuneSettings.declarations())),
     "RaceKeywords": ("ortlab.race", plain(RaceSettings.accepted())),
     "TuneKeywords": ("ortlab.tune", plain(TuneSettings.accepted())),
     "ExportKeywords": ("ortlab.export", plain(ExportSettings.declarations())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -121,6 +123,36 @@ class Stream(IterableDataset[Any]):
         yield from examples(22)
 
 
+class Halves(Sampler[int]):
+    """Draws which half comes first, and its order, from Python's and numpy's generators."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __iter__(self) -> Iterator[int]:
+        halves = [range(11), range(11, 22)]
+        random.shuffle(halves)
+        for half in halves:
+            yield from np.random.permutation(half).tolist()
+
+
+class Growing(Sampler[list[int]]):
+    """Batches of 2 to 6 samples, in an order that torch draws."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(torch.randperm(22).tolist())
+        for size in (2, 2, 3, 4, 5, 6):
+            yield [next(order) for _ in range(size)]
+
+
+def noisy(samples: list[Any]) -> Any:
+    inputs, targets = map(torch.stack, zip(*samples, strict=True))
+    return inputs + 0.1 * torch.randn(inputs.shape), targets
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
@@ -148,6 +180,9 @@ DATA: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: loader(
         sampler=RandomSampler(range(22), replacement=True, num_samples=22)
     ),
+    "a sampler of one's own": lambda: loader(sampler=Halves()),
+    "a batch sampler of one's own": lambda: DataLoader(examples(22), batch_sampler=Growing()),
+    "a collate_fn that draws": lambda: loader(shuffle=True, collate_fn=noisy),
     "a loader of a stream": lambda: loader(Stream()),
     "workers": lambda: loader(Augmented(), shuffle=True, num_workers=2),
     "workers that stay": lambda: loader(

@@ -30,6 +30,7 @@ from ortlab.engines.distributed import adasum
 from ortlab.engines.distributed.batch_split import share_of, weights_of
 from ortlab.engines.distributed.comm_timer import Clock
 from ortlab.engines.distributed.zero1 import ShardedOptimizer
+from ortlab.engines.own_optimizer import OwnOptim
 from ortlab.engines.single_process import OneProcess, Share
 from ortlab.settings import FinetuneSettings
 from ortlab.utils.errors import Concise
@@ -87,6 +88,7 @@ class Ranks(OneProcess):
         group: The process group across which batches are split.
         everyone: The process group of all ranks; None means `group`. If it is larger, several ranks
             train on the same rows and compute the same numbers.
+        given: The user's optimizer or scheduler; None for those of the settings.
     """
 
     sharer = "torch's ZeroRedundancyOptimizer"
@@ -102,9 +104,10 @@ class Ranks(OneProcess):
         settings: FinetuneSettings,
         group: dist.ProcessGroup,
         everyone: dist.ProcessGroup | None = None,
+        given: OwnOptim | None = None,
     ) -> None:
         parallel = settings.parallel
-        super().__init__(module, loss, owner, device)
+        super().__init__(module, loss, owner, device, given)
         self._group = group
         self._everyone = everyone or group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)

@@ -44,6 +44,7 @@ from ortlab.engines.distributed import (
 )
 from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.torch.stepper import TorchStepper, training_device
+from ortlab.engines.torch.user_optimizer import OptimRequest
 from ortlab.settings import FinetuneSettings, ParallelSettings
 
 
@@ -53,6 +54,7 @@ def prepare(
     loss: LossFunction | None,
     settings: FinetuneSettings,
     group: dist.ProcessGroup | None = None,
+    given: OptimRequest | None = None,
 ) -> TorchStepper:
     """Return a stepper that trains a model together with the other ranks of a process group.
 
@@ -68,6 +70,7 @@ def prepare(
         settings: The run's settings; ``workers`` is the size of the group.
         group: The process group; None means all ranks. Its device is the model's: gloo for a CPU.
             NCCL for CUDA has not been tested.
+        given: The user's optimizer or scheduler, from factories; None for those of the settings.
 
     Returns:
         The stepper.
@@ -90,6 +93,8 @@ def prepare(
         return pipeline_parallel.prepare(engine, model, loss, settings, group)
     ranks, kind = _classes(settings, is_world=is_world)
     processes = functools.partial(ranks, settings=settings, group=group)
+    if given is not None:
+        processes = functools.partial(processes, given=given.build(model, settings))
     stepper = engine.prepare(model, loss, settings, processes=processes, stepper=kind)
     assert isinstance(stepper, TorchStepper)  # all engines return one
     stepper.reseed(settings.data.seed)

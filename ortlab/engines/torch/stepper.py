@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlab.checkpoint.checks import check_model, check_optimizer
+from ortlab.checkpoint.checks import check_model, check_optimizer, check_own_optimizer
+from ortlab.checkpoint.nested_values import rebuilt
 from ortlab.engines import batch as batches
 from ortlab.engines.base import (
     Batch,
@@ -33,9 +34,11 @@ from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.cpu import has_instructions
 from ortlab.engines.torch.thread_count import suited_threads
-from ortlab.settings import EngineSettings, FinetuneSettings
+from ortlab.settings import EngineSettings, FinetuneSettings, is_own
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_OF_CODE = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
+"""Options of a parameter group that are not part of a run's state."""
 _NO_CUDA = "device='cuda': torch sees no CUDA device; use device='cpu'"
 
 
@@ -123,8 +126,13 @@ def optimizer_for(
         The optimizer.
 
     Raises:
-        ValueError: If no parameter requires a gradient.
+        ValueError: If no parameter requires a gradient, or the settings name no optimizer of these.
     """
+    if is_own(settings.optim.optimizer):
+        raise ValueError(
+            f"optimizer={settings.optim.optimizer!r} is the name of an object, which only finetune "
+            "and resume take; choose optimizer='adamw', 'sgd' or 'lamb'"
+        )
     groups = [
         {
             "params": [p for _, p in named],
@@ -241,7 +249,12 @@ class TorchStepper:
         self._report = report
         self._autocast = autocast
         self._reseed = reseed
-        self._optimizer = optimizer_for(module, settings, self._processes)
+        self._own = self._processes.given
+        if self._own is None:
+            self._optimizer = optimizer_for(module, settings, self._processes)
+        else:
+            self._own.attach(owner)
+            self._optimizer = self._own.optimizer
         self._kind = settings.optim.optimizer
         self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._bad = torch.zeros((), device=device)
@@ -272,9 +285,13 @@ class TorchStepper:
         if not self._module.training:
             self._module.train()
         self._forget_gradients()
+        if self._own is not None:
+            lr = self._own.begin(lr)
         sums = self._accumulate(batches_)
         started = time.perf_counter()
         grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
+        if self._own is not None:
+            self._own.stepped(skipped)
         self._processes.equalize(self._changing)
         self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
         return StepResult(
@@ -296,6 +313,8 @@ class TorchStepper:
     def _forget_gradients(self) -> None:
         """Release the gradients of the previous step."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._own is not None:  # it may leave out parameters that have gradients
+            self._owner.zero_grad(set_to_none=True)
 
     def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
         """Accumulate the mean gradient of the micro-batches in the parameters."""
@@ -336,14 +355,19 @@ class TorchStepper:
         grad_norm = self._processes.norm(gradients)
         if self._max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        if self._own is None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
         if self._scale is not None:
             loss_scale, skipped = self._scale.step()
             self._bad = self._scale.collapsed
             return grad_norm, loss_scale, skipped
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         self._bad = torch.maximum(self._bad, bad.to(self._bad))
+        if self._own is not None and not self._own.reads_flag:
+            if not self._bad:
+                self._optimizer.step()
+            return grad_norm, None, None
         # torch.amp.GradScaler sets these attributes to make a fused optimizer skip a step.
         self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         if len(self._optimizer.state) < len(gradients):
@@ -401,6 +425,11 @@ class TorchStepper:
         samples, _ = batches.count(batch)
         return EvalResult(loss, samples, correct, predicted, *found)
 
+    def evaluated(self, value: float) -> None:
+        """See `Stepper.evaluated`."""
+        if self._own is not None:
+            self._own.evaluated(value)
+
     def finite(self) -> bool:
         """See `Stepper.finite`."""
         return not bool(self._bad)
@@ -427,6 +456,7 @@ class TorchStepper:
             "model": self._processes.weights(),
             "optimizer": self._processes.optimizer_state(self._optimizer),
             "loss_scale": None if self._scale is None else self._scale.state_dict(),
+            "scheduler": None if self._own is None else self._own.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -434,7 +464,12 @@ class TorchStepper:
         kept, whole = state["optimizer"], self._processes.optimizer_state(self._optimizer)
         check_model(state["model"], self._processes.weights())
         named = self._processes.whole_parameters(self._parameters)
-        check_optimizer(kept, whole, named, self._kind)
+        if self._own is None or self._own.named:
+            check_optimizer(kept, whole, named, self._kind)
+        else:
+            check_own_optimizer(kept, whole)
+        if self._own is not None:
+            self._own.check(state.get("scheduler"))
         if self._scale is not None:
             check_loss_scale(state["loss_scale"])
         self._processes.take_weights(state["model"])
@@ -443,7 +478,14 @@ class TorchStepper:
             for number, each in self._processes.own(self._optimizer, kept["state"]).items()
         }
         groups = torch.optim.Optimizer.state_dict(self._optimizer)["param_groups"]
+        if self._own is not None:  # a scheduler may have changed other options than the rate, too
+            groups = [
+                {**here, **{name: there[name] for name in here.keys() & there.keys() - _OF_CODE}}
+                for here, there in zip(groups, kept["param_groups"], strict=True)
+            ]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        if self._own is not None:
+            self._own.load(state.get("scheduler"))
         if self._scale is not None:
             self._scale.load(state["loss_scale"])
 
@@ -451,6 +493,8 @@ class TorchStepper:
         """See `Stepper.adopt`."""
         self._processes.check(settings)
         self._max_grad_norm = settings.optim.max_grad_norm
+        if self._own is not None and not self._own.named:
+            return
         for group in self._optimizer.param_groups:
             group["weight_decay"] = decay_of(group["params"][0], settings.optim.weight_decay)
 
@@ -465,7 +509,9 @@ class TorchStepper:
 
     def close(self) -> None:
         """See `Stepper.close`."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
+        if self._own is not None:
+            self._own.release()
         set_modes(self._modes)
         self._module.training = self._owner.training
         self._processes.close()
@@ -478,7 +524,7 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
     The fused optimizers iterate over both in memory order, without regard to strides.
     """
     if not isinstance(value, torch.Tensor):
-        return value
+        return rebuilt(value, torch.clone)
     if value.shape != parameter.shape:
         return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

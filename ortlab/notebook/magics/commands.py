@@ -39,6 +39,12 @@ _COPIED = (
 _STAGES = tuple(dict.fromkeys([*CAPTURED_STAGES, *STAGES]))
 _METRICS = Option("--metrics", "metrics of your own, one or several", kind="metrics")
 _CALLBACKS = Option("--callbacks", "callbacks of your own, one or several", kind="callbacks")
+_SCHEDULER = Option(
+    "--lr-scheduler", "a scheduler of torch, or a factory", kind="scheduler", common=False
+)
+_COLLATE = Option(
+    "--collate-fn", "function that makes a batch of samples", kind="function", common=False
+)
 _RUN = (Positional("run", "run", "name of a run; by default the last run", "?"),)
 
 COMMANDS = {
@@ -64,6 +70,8 @@ COMMANDS = {
                 Option("--eval-dataset", "evaluation data", kind="loader", alias="eval_data"),
                 _METRICS,
                 _CALLBACKS,
+                _SCHEDULER,
+                _COLLATE,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
                 Option(
                     "--config",
@@ -244,6 +252,9 @@ COMMANDS = {
                 Option("--loss", "the loss, a function of the notebook", kind="loss"),
                 _METRICS,
                 _CALLBACKS,
+                Option("--optimizer", "the optimizer, one of your own", kind="optimizer"),
+                _SCHEDULER,
+                _COLLATE,
             ),
         ),
         Command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -89,10 +90,10 @@ class Names:
         """Return the names of every variable or run of a kind.
 
         Args:
-            kind: One of model, wrapped, loader, batch, loss, metrics, callbacks, run (active
-                runs), kept (saved runs), target (of the panel), resumable (of ``%ort resume``),
-                command, config (files of settings), or workers, whose only name is the word that
-                may replace their number.
+            kind: One of model, wrapped, loader, batch, loss, metrics, callbacks, optimizer,
+                scheduler, function, run (active runs), kept (saved runs), target (of the panel),
+                resumable (of ``%ort resume``), command, config (files of settings), or workers,
+                whose only name is the word that may replace their number.
         """
         if kind == "command":
             return list(COMMANDS)
@@ -122,6 +123,9 @@ class Names:
             "loss": _is_loss,
             "metrics": _are_metrics,
             "callbacks": _are_callbacks,
+            "optimizer": lambda value: hasattr(value, "param_groups") or _is_function(value),
+            "scheduler": lambda value: _is_scheduler(value) or _is_function(value),
+            "function": _is_function,
         }
         hidden = self._shell.user_ns_hidden
         return [
@@ -155,6 +159,14 @@ def _is_loss(value: object) -> bool:
     if isinstance(value, types.FunctionType):
         return True
     return is_model(value) and not any(p.requires_grad for p in value.parameters())
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, types.FunctionType | functools.partial)
+
+
+def _is_scheduler(value: object) -> bool:
+    return hasattr(value, "optimizer") and callable(getattr(value, "step", None))
 
 
 def _are_metrics(value: object) -> bool:

@@ -50,7 +50,8 @@ class Positional:
 class Option:
     """A flag that a command takes.
 
-    ``kind`` says what its value names; completion offers ``choices``.
+    ``kind`` says what its value names; completion offers ``choices``. One that is no setting is in
+    ``--help`` if it is ``common``.
     """
 
     flag: str
@@ -59,6 +60,7 @@ class Option:
     choices: tuple[str, ...] = ()
     alias: str = ""
     declaration: Declaration | None = None
+    common: bool = True
 
     @property
     def name(self) -> str:
@@ -87,7 +89,9 @@ class Option:
     def is_common(self) -> bool:
         """True if ``--help`` lists the option; ``--help-all`` lists all."""
         declaration = self.declaration
-        return declaration is None or declaration.common or not declaration.topic
+        if declaration is None:
+            return self.common
+        return declaration.common or not declaration.topic
 
     @property
     def is_switch(self) -> bool:
@@ -273,7 +277,7 @@ def _option(declaration: Declaration) -> Option:
     return Option(
         declaration.flag,
         _with_default(declaration),
-        kind="loss" if declaration.name == "loss" else "",
+        kind=declaration.name if declaration.name in ("loss", "optimizer") else "",
         choices=LOSSES if declaration.name == "loss" else choices,
         declaration=declaration,
     )

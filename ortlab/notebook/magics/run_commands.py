@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from ortlab.training.run_registry import BackgroundSearch, FollowedRun
 
 
+_RESUMED = (
+    *("model", "train", "eval_dataset", "loss", "metrics", "callbacks"),
+    *("optimizer", "lr_scheduler", "collate_fn"),
+)
+"""What ``%ort resume`` takes by name."""
+
+
 class RunCommands:
     """One method per command, named like the command.
 
@@ -46,6 +53,9 @@ class RunCommands:
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", given.words["metrics"]),
             callbacks=self._variables.optional("callbacks", given.words["callbacks"]),
+            optimizer=self._variables.optimizer(settings.pop("optimizer", None)),
+            lr_scheduler=self._variables.optional("scheduler", given.words["lr_scheduler"]),
+            collate_fn=self._variables.optional("function", given.words["collate_fn"]),
             resume_from=given.words["resume_from"],
             config=given.words["config"],
             **settings,
@@ -113,15 +123,15 @@ class RunCommands:
     def resume(self, given: ParsedCommand) -> Run | None:
         """Resume a paused run, or continue a saved one as a new run."""
         words = given.words
-        names = ("model", "train", "eval_dataset", "loss", "metrics", "callbacks")
-        others = [words[each] for each in names]
+        others = [words[each] for each in _RESUMED]
         if words["run"] is None or (self._is_active(words["run"]) and not any(others)):
             run = self._active_run(given)
             run.resume()
             print(f"{run.name} resumed")
             return None
         value = self._variables.get(words["run"])
-        model, train, evaluation, loss, metrics, callbacks = others
+        model, train, evaluation, loss, metrics, callbacks, *optim = others
+        optimizer, scheduler, collate_fn = optim
         return session.resume(
             value if isinstance(value, StoredRun) else words["run"],
             None if model is None else self._variables.model(model),
@@ -130,6 +140,9 @@ class RunCommands:
             loss=self._variables.loss(loss),
             metrics=self._variables.optional("metrics", metrics),
             callbacks=self._variables.optional("callbacks", callbacks),
+            optimizer=self._variables.optimizer(optimizer),
+            lr_scheduler=self._variables.optional("scheduler", scheduler),
+            collate_fn=self._variables.optional("function", collate_fn),
         )
 
     def stop(self, given: ParsedCommand) -> None:

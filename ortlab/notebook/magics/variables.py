@@ -68,6 +68,11 @@ class Variables:
         """Return the batch that a command names with ``--batch``; None without one."""
         return self.optional("batch", given.words["batch"])
 
+    def optimizer(self, name: str | None) -> Any:
+        """Return the user's optimizer or factory called `name`, else `name` as one of ortlab."""
+        value = self.get(name)
+        return value if callable(value) or hasattr(value, "param_groups") else name
+
     def loss(self, name: str | None) -> Any:
         """Return the user's function called `name`, else `name` itself as a loss of ortlab."""
         value = self.get(name)

@@ -297,6 +297,59 @@ def test_finetune_computes_metrics_of_the_notebook(ip: Typist) -> None:
     assert ip.completions("%ort finetune net data --metrics ") == ["batches", "rows", "scores"]
 
 
+def test_finetune_takes_optimizer_and_scheduler_of_the_notebook(ip: Typist) -> None:
+    ip("import functools; from torch.optim import SGD, lr_scheduler; net = Net(); data = batches()")
+    ip("opt = SGD(net.parameters(), lr=0.5); halve = lr_scheduler.StepLR(opt, 2, 0.5)")
+    ip("def adamw(parameters): return SGD(parameters, lr=0.25)\ndef pack(samples): return samples")
+    train = "run = %ort finetune net data --loss cross_entropy --engine eager --epochs 1 "
+    ip(train + "--optimizer opt --lr-scheduler halve\nresult = await run")
+    settings = ip["run"].settings
+    assert (settings.optim.optimizer, settings.optim.lr_scheduler_type) == (
+        "own SGD",
+        "own StepLR",
+    )
+    assert settings.optim.learning_rate == 0.5
+    steps = ip["result"].steps
+    assert ip["opt"].param_groups[0]["lr"] == 0.5 * 0.5 ** (steps // 2)
+    ip(train + "--optimizer adamw --schedule constant\nresult = await run")
+    assert ip["run"].settings.optim.learning_rate == 0.25, "the variable, not the name"
+    ip(train + "--optimizer sgd\nresult = await run")
+    assert ip["run"].settings.optim.optimizer == "sgd"
+    assert "optimizer='optt': choose from adamw, sgd, lamb" in ip.refused(
+        train + "--optimizer optt"
+    )
+    assert "nothing is called 'half'" in ip.refused(train + "--lr-scheduler half")
+    assert "is bound to an optimizer" in ip.refused(train + "--lr-scheduler halve")
+    refused = ip.refused(train + "--optimizer opt --lr 0.1")
+    assert "learning_rate=0.1 is given besides optimizer" in refused
+    assert "makes its own batches" in ip.refused(train + "--collate-fn pack")
+    offered = ip.completions("%ort finetune net data --optimizer ")
+    assert {"adamw", "sgd", "lamb", "opt"} <= {*offered}
+    assert "halve" not in offered
+    assert "halve" in ip.completions("%ort finetune net data --lr-scheduler ")
+
+
+def test_resume_takes_an_optimizer_of_the_notebook(ip: Typist) -> None:
+    ip("from torch.optim import SGD; net = Net(); opt = SGD(net.parameters(), lr=0.5)")
+    ip(
+        "class Stopping(list):\n"
+        "    def __iter__(self):\n"
+        "        for number, batch in enumerate(super().__iter__()):\n"
+        "            if number == 2: ortlab.last_run.stop()\n"
+        "            yield batch\n"
+        "import ortlab; data = Stopping(batches())"
+    )
+    ip("run = %ort finetune net data --loss cross_entropy --engine eager --optimizer opt")
+    ip("result = await run\ndata = batches()\nopt = SGD(Net().parameters(), lr=0.5)")
+    assert ip["result"].state == "stopped"
+    assert "that are not this Net's" in ip.refused(f"%ort resume {ip['run'].name}")
+    ip("other = SGD(net.parameters(), lr=0.5)")
+    ip(f"run = %ort resume {ip['run'].name} --optimizer other")
+    ip("result = await run")
+    assert ip["result"].state == "finished"
+    assert ip["run"].settings.optim.optimizer == "own SGD"
+
+
 def test_an_unassigned_run_is_shown_once_and_kept(ip: Typist) -> None:
     shown: list[Any] = []
     session.viewers.append(shown.append)
