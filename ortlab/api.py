@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
@@ -707,7 +708,15 @@ def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
 
 @brief
 @overload
-def track(model: nn.Module, /, *, name: str | None = None) -> LoopRun: ...
+def track(
+    model: nn.Module,
+    /,
+    *,
+    name: str | None = None,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    resume_from: str | int | Path | StoredRun | None = None,
+) -> LoopRun: ...
 
 
 @overload
@@ -715,7 +724,13 @@ def track(loader: Iterable[B], /, *, name: str | None = None) -> Tracker[B]: ...
 
 
 def track(
-    model_or_loader: nn.Module | Iterable[B], /, *, name: str | None = None
+    model_or_loader: nn.Module | Iterable[B],
+    /,
+    *,
+    name: str | None = None,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    resume_from: str | int | Path | StoredRun | None = None,
 ) -> LoopRun | Tracker[B]:
     """Show a training loop of your own live, as a run of a model or around its batches.
 
@@ -728,6 +743,15 @@ def track(
     Args:
         model_or_loader: The model that the loop trains, or an iterable of batches.
         name: Name of the run, or title of the charts; None for one made here.
+        optimizer: Optimizer of the loop. With it the run saves checkpoints, every 10 minutes and at
+            the end, and ``run.checkpoint()`` saves one.
+        lr_scheduler: Scheduler of the loop, if checkpoints are to hold its state.
+        resume_from: A run, its name or number, or a checkpoint file, to continue from: weights,
+            optimizer, scheduler and random states are restored, and ``run.step`` says how many
+            steps were done. The place in the data is up to the loop.
+
+    Raises:
+        ValueError: If the checkpoint is missing, damaged or of another model or optimizer.
 
     Example:
         >>> with ortlab.track(model, name="baseline") as run:
@@ -737,7 +761,13 @@ def track(
         >>> for x, y in ortlab.track(loader):
         ...     step(x, y)
     """
-    return session.track(model_or_loader, name=name)
+    return session.track(
+        model_or_loader,
+        name=name,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        resume_from=resume_from,
+    )
 
 
 @overload

@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from ortlab.engines import wrapped_models
@@ -31,9 +32,8 @@ from ortlab.training.kernel_status import KernelStatus
 from ortlab.training.run_registry import RunRegistry
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
+    from torch.optim import Optimizer
 
     from ortlab.checkpoint.checkpoint import Checkpoint
     from ortlab.cluster.workers import Workers
@@ -649,7 +649,13 @@ class Session:
     # ---- views -----------------------------------------------------------------------------------
 
     def track(
-        self, what: nn.Module | Iterable[B], *, name: str | None = None
+        self,
+        what: nn.Module | Iterable[B],
+        *,
+        name: str | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        resume_from: str | int | Path | StoredRun | None = None,
     ) -> LoopRun | Tracker[B]:
         """See `ortlab.api.track`."""
         # heavy: torch
@@ -657,12 +663,29 @@ class Session:
 
         from ortlab.training.tracker import Tracker
 
-        if not isinstance(what, nn.Module):
-            return Tracker(what, name=name, show=self.show)
-        return self.loop_run(what, name=name)
+        if isinstance(what, nn.Module):
+            return self.loop_run(
+                what,
+                name=name,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                resume_from=resume_from,
+            )
+        if (optimizer, lr_scheduler, resume_from) != (None, None, None):
+            raise ValueError(
+                "checkpoints need the model: with ortlab.track(model, optimizer=optimizer) as run"
+            )
+        return Tracker(what, name=name, show=self.show)
 
     def loop_run(
-        self, model: nn.Module, *, name: str | None = None, where: str = "a loop"
+        self,
+        model: nn.Module,
+        *,
+        name: str | None = None,
+        where: str = "a loop",
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        resume_from: str | int | Path | StoredRun | None = None,
     ) -> LoopRun:
         """Return a run for a training loop that is not ortlab's.
 
@@ -670,12 +693,42 @@ class Session:
             model: The model that the loop trains.
             name: Name of the run; None for the next run-N.
             where: What trains, for the title.
+            optimizer: Optimizer of the loop, for checkpoints; None for a run without them.
+            lr_scheduler: Scheduler of the loop, for checkpoints.
+            resume_from: Run or checkpoint file to continue from; None for none.
+
+        Raises:
+            ValueError: If the checkpoint is missing, damaged or of another model or optimizer.
         """
-        from ortlab.training.loop_run import LoopRun  # heavy: torch
+        # heavy: torch
+        from ortlab.history.saved_run import SavedRun
+        from ortlab.training import resume
+        from ortlab.training.loop_run import LoopRun
+        from ortlab.training.loop_state import LoopState
 
         entry = self.wrapped.entry(model)
-        choice = "" if entry is None else entry.choice
-        run = LoopRun(model, name=name, show=self.show, choice=choice, where=where)
+        original = model if entry is None else entry.engine.unwrap(model)
+        state = None if optimizer is None else LoopState(original, optimizer, lr_scheduler)
+        step, earlier = 0, None
+        if resume_from is not None:
+            if state is None:
+                raise ValueError("resume_from needs the loop's optimizer, too: optimizer=optimizer")
+            begin = resume.beginning(resume_from)
+            state.load(begin.checkpoint)
+            step = begin.checkpoint.position.step
+            folder = begin.path.absolute().parents[1]
+            if Path(folder, "run.json").is_file():  # not a copy of the checkpoint elsewhere
+                earlier = resume.earlier(SavedRun(folder), begin)
+        run = LoopRun(
+            model,
+            name=name,
+            show=self.show,
+            choice="" if entry is None else entry.choice,
+            where=where,
+            state=state,
+            step=step,
+            earlier=earlier,
+        )
         self.trainers.append(run)
         return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -12,8 +13,12 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.metrics.recorder import NAN, Watched
 from ortlab.metrics.user_metrics import MOST
+from ortlab.training.checkpoint_writer import CheckpointWriter
+from ortlab.training.loop_state import LoopState
+from ortlab.training.resume import Earlier
 from ortlab.training.tracker import INTERCEPTION
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
 
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
 OF_STEP: Final = ("loss", "lr", "grad_norm", "samples", "tokens", "epoch")
 """Values of a step that `LoopRun.log` sets; all others are metrics of an evaluation."""
+_SAVED_EVERY_S: Final = 600.0
+_KEPT: Final = 2  # checkpoints from the course of the loop
 _EVALUATION_LOSS = ("eval_loss", "val_loss")
 
 
@@ -41,6 +48,9 @@ class LoopRun(TrainerRun):
         show: Shows the run when it begins.
         choice: Reason for the engine if "auto" chose it; "" if it was named.
         where: What trains, for the title.
+        state: State of the loop, for checkpoints every 10 minutes and at the end; None for none.
+        step: Optimizer steps that the loaded state has done.
+        earlier: Run that this one continues, if its metrics are known.
     """
 
     def __init__(
@@ -51,11 +61,14 @@ class LoopRun(TrainerRun):
         show: Callable[[Watched], object] = lambda _: None,
         choice: str = "",
         where: str = "a loop",
+        state: LoopState | None = None,
+        step: int = 0,
+        earlier: Earlier | None = None,
     ) -> None:
         super().__init__(
             model,
             total_steps=None,
-            step=0,
+            step=step,
             settings=settings_of(model),
             arguments={},
             name=name,
@@ -67,6 +80,13 @@ class LoopRun(TrainerRun):
         self._optimizer: Callable[[], Optimizer | None] | None = None
         self._told_many = False
         self._counts_calls = True
+        self._loop_state = state
+        self._saved = time.monotonic()
+        self._writer = CheckpointWriter(self._folder, first=self.recorder.flush, tell=self.tell)
+        if earlier is not None:
+            self.recorder.restore(earlier.rows, earlier.events, write=True)
+            for kind, text in earlier.told:
+                self.tell(kind, text)
 
     def __enter__(self) -> Self:
         self.begin()
@@ -91,6 +111,49 @@ class LoopRun(TrainerRun):
         self.turn = _LoopStep(self._free, self)
         INTERCEPTION.enter(self)
         self._show(self)
+
+    def checkpoint(self, path: str | Path | None = None) -> Path:
+        """Save model, optimizer, scheduler and random states to a file.
+
+        ``ortlab.track(model, optimizer=..., resume_from=path)`` continues from it.
+
+        Args:
+            path: The file; None for one in the run's folder.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ValueError: If the loop's optimizer is not known.
+            RuntimeError: If the file cannot be written.
+        """
+        taken = self._taken()
+        if path is None:
+            path = self._folder.checkpoint_path(f"step-{self._step}")
+        return taken.save(path)
+
+    def _taken(self) -> Checkpoint:
+        if self._loop_state is None:
+            raise ValueError(
+                "a checkpoint needs the loop's optimizer: ortlab.track(model, optimizer=optimizer)"
+            )
+        return self._loop_state.take(self._step, self.began_with)
+
+    def end(self, error: BaseException | None = None, why: str | None = None) -> None:
+        """End the run, with a checkpoint if the loop's optimizer is known; twice is fine.
+
+        Args:
+            error: What the loop raised; None if it did not raise.
+            why: Reason of a failure whose error is not known.
+        """
+        if not self.over() and self._loop_state is not None:
+            self._writer.close()
+            try:
+                self._taken().save(self._folder.checkpoint_path("final"))
+            except (NotSaved, ValueError) as failure:
+                self.tell("warning", f"no checkpoint of the end of the loop: {failure}")
+            self._loop_state = None  # it refers to the model
+        super().end(error, why)
 
     def plan(self, total_steps: int | None) -> None:
         """Set the number of steps of the whole loop.
@@ -156,6 +219,10 @@ class LoopRun(TrainerRun):
             return
         self.flush()
         self.take_turn(self._step + 1, epoch=0.0)
+        if self._loop_state is not None and time.monotonic() - self._saved > _SAVED_EVERY_S:
+            self._saved = time.monotonic()
+            self._writer.keep(self._taken().copy(), _KEPT)
+            self.free()
         self.turn = _LoopStep(self._free, self)
 
 

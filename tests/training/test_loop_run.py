@@ -183,3 +183,50 @@ def test_another_model_s_loop_in_between_is_not_recorded() -> None:
         loop(Network(), steps=2)
         loop(model, steps=0)
     assert run.step == 2
+
+
+def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    batches = list(DataLoader(data(), batch_size=8))[:20]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = Network(0.2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 6)
+
+    def steps(
+        model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, part: Any
+    ) -> None:
+        for inputs, targets in part:
+            functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(7)
+    model, optimizer, scheduler = made()
+    torch.manual_seed(7)
+    with ortlab.track(model, name="whole", optimizer=optimizer, lr_scheduler=scheduler) as whole:
+        steps(model, optimizer, scheduler, batches[:12])
+        path = whole.checkpoint(tmp_path / "twelve.safetensors")
+        steps(model, optimizer, scheduler, batches[12:])
+    assert [each.name for each in whole.checkpoints] == ["final"]
+    for where in (path, "whole"):
+        model, optimizer, scheduler = made()
+        again = ortlab.track(model, optimizer=optimizer, lr_scheduler=scheduler, resume_from=where)
+        with again as run:
+            first = run.step
+            steps(model, optimizer, scheduler, batches[first:])
+        assert (first, run.step) == (12 if where == path else 20, 20)
+        # The metrics of an earlier run are read from its folder, with 9 digits.
+        assert column(run, "loss")[-8:] == pytest.approx(column(whole, "loss")[-8:], rel=1e-8)
+        assert column(run, "lr")[-8:] == pytest.approx(column(whole, "lr")[-8:])
+    assert column(run, "step") == list(range(1, 21))
+    other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="is not in the model"):
+        ortlab.track(other, optimizer=torch.optim.SGD(other.parameters()), resume_from="whole")
+    with pytest.raises(ValueError, match="resume_from needs the loop's optimizer"):
+        ortlab.track(model, resume_from="whole")
+    with pytest.raises(ValueError, match=r"checkpoints need the model: with ortlab.track\(model"):
+        ortlab.track(batches, optimizer=optimizer)
+    with ortlab.track(model) as run, pytest.raises(ValueError, match="needs the loop's optimizer"):
+        run.checkpoint()
