@@ -24,7 +24,7 @@ from ortlab.utils.files import half_written
 NAMES: Final = ("model", "train", "eval_dataset", "loss", "metrics")
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
-_NEWS: Final = ("eval", "change", "note", "warning")
+_NEWS: Final = ("eval", "change", "checkpoint", "pause", "note", "warning")
 
 
 @dataclass(frozen=True, eq=False)
