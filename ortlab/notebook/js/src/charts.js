@@ -341,7 +341,7 @@ export class Chart {
     u.ctx.save(); // uPlot relies on its own font
     u.ctx.font = `bold ${FONT}`;
     const measure = (label) => u.ctx.measureText(label).width;
-    const found = placed(this.marks, this.#left(u), u.bbox.width / devicePixelRatio, measure);
+    const found = placed(this.marks, this.#left(u), u.bbox.width / devicePixelRatio, measure, this.controls.zoom != null);
     u.ctx.restore();
     return found;
   }

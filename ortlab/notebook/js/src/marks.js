@@ -45,8 +45,9 @@ export function near(marks, x, left) {
  * Places the marks: [{x, kind, dashed, sign: {text, y}, box: {left, top, width, height, text}}] in CSS pixels
  * of the plot, so that the page and the exported SVG agree. Signs and numbers that would overlap others of
  * their row are left out, or placed lower; the crosshair and the list below the charts have them all.
+ * `measure` returns the width of a number, `zoomed` is true if the plot shows a part of the run.
  */
-export function placed(marks, left, width, measure) {
+export function placed(marks, left, width, measure, zoomed) {
   const rows = signed(marks);
   const ends = Array(BOX.rows).fill(-Infinity);
   const last = {};
@@ -54,8 +55,8 @@ export function placed(marks, left, width, measure) {
   for (const mark of marks) {
     const x = left(mark);
     if (mark.kind === "change") {
-      // Clamped to the plot: a change before the first point, or outside of the zoom, keeps its number.
-      const at = Math.min(Math.max(x, 0), width);
+      if (zoomed && !(x >= 0 && x <= width)) continue;
+      const at = Math.min(Math.max(x, 0), width); // a change before the first point is at the edge
       const text = String(mark.number);
       const wide = Math.max(measure(text) + 2 * BOX.padding, BOX.height);
       const start = Math.min(Math.max(at - wide / 2, 0), width - wide);
