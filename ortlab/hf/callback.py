@@ -102,7 +102,7 @@ class OrtLabCallback(TrainerCallback):
         args, state, _ = arguments
         _restart_dropout(objects["model"], args, state)
         if self.run is not None:
-            self.run.tell("note", f"checkpoint-{state.global_step} was written")
+            self.run.tell("checkpoint", f"checkpoint-{state.global_step} was written")
             self.run.free()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

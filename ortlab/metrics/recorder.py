@@ -91,6 +91,8 @@ INDEX = {column.name: index for index, column in enumerate(COLUMNS)}
 
 _MEANS = [INDEX[column.name] for column in COLUMNS if column.merge == "mean"]
 _PEAKS = [INDEX[column.name] for column in COLUMNS if column.merge == "max"]
+_RATES = [INDEX["samples_per_s"], INDEX["tokens_per_s"]]
+_TIME = [INDEX["step_ms"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,9 @@ class Event:
 
     Attributes:
         kind: One of "eval" (`values`: loss, accuracy), "change" of settings (`values`: cost_s, from
-            the end of the step before the change to the end of the first step after it), "state",
-            "note", "warning" (with cost_s: a requested change that failed) and "error".
+            the end of the step before the change to the end of the first step after it),
+            "checkpoint" (saved, of this step), "pause" (its begin and its end), "state", "note",
+            "warning" (with cost_s: a requested change that failed) and "error".
         step: Step at which it happened.
         time_s: Time since the start of the run.
         text: Description.
@@ -280,8 +283,26 @@ def merged(rows: Rows, size: int) -> Rows:
     count = np.add.reduceat(known, first, axis=0, dtype=np.float64)
     total = np.add.reduceat(np.where(known, values, 0.0), first, axis=0)
     out[:, _MEANS] = np.divide(total, count, out=np.full_like(total, NAN), where=count > 0)
+    # Fast steps would count too much in a mean of rates.
+    time_ms = rated_ms(rows)
+    amounts = np.add.reduceat(np.where(time_ms > 0, rows[:, _RATES], 0.0) * time_ms, first, axis=0)
+    time_ms = np.add.reduceat(time_ms, first, axis=0)
+    out[:, _RATES] = np.divide(amounts, time_ms, out=out[:, _RATES], where=time_ms > 0)
     out[:, _PEAKS] = np.fmax.reduceat(rows[:, _PEAKS], first, axis=0)
     return out
+
+
+def rated_ms(rows: Rows) -> Rows:
+    """Return the time of each row in milliseconds that its rates are of, 0 where one is unknown.
+
+    Args:
+        rows: Samples of shape [samples, len(COLUMNS)].
+
+    Returns:
+        The times, of shape [samples, 2] for samples and tokens per second.
+    """
+    known = np.isfinite(rows[:, _RATES]) & (rows[:, _TIME] > 0)
+    return np.where(known, rows[:, _TIME], 0.0)
 
 
 class _Series:
@@ -433,6 +454,7 @@ class Recorder:
         self._recent = _Recent(self.RECENT)
         self._count = 0
         self._totals = np.zeros(len(COLUMNS))
+        self._rated = np.zeros(len(COLUMNS))  # of the steps whose rates are known
         self._events: list[Event] = []
         self._outlets = [_Outlet(sink) for sink in sinks]
         self._of_rank = of_rank
@@ -574,6 +596,20 @@ class Recorder:
         self._absorb()
         return float(self._totals[INDEX[name]])
 
+    def rate(self, name: str) -> float:
+        """Return the amount per second of step time, without the steps that exported or warmed up.
+
+        Args:
+            name: Name of the amount: samples or tokens.
+
+        Returns:
+            The rate over all steps whose rate is known; over all steps if there are none.
+        """
+        self._absorb()
+        totals = self._rated if self._rated[INDEX["step_ms"]] else self._totals
+        time_s = float(totals[INDEX["step_ms"]]) / 1e3
+        return float(totals[INDEX[name]]) / time_s if time_s else NAN
+
     def events(self, *kinds: str) -> tuple[Event, ...]:
         """Return the events so far.
 
@@ -665,7 +701,10 @@ class Recorder:
             self._series.extend(rows)
             self._recent.extend(rows)
             self._count += len(rows)
-            self._totals += np.add.reduce(rows, axis=0, where=np.isfinite(rows))
+            finite = np.isfinite(rows)
+            self._totals += np.add.reduce(rows, axis=0, where=finite)
+            finite &= finite[:, [INDEX["samples_per_s"]]]
+            self._rated += np.add.reduce(rows, axis=0, where=finite)
 
     def _note_not_finite(self, samples: Sequence[Sample], rows: Rows) -> None:
         if self.not_finite_step is not None:

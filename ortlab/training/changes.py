@@ -241,16 +241,21 @@ class SettingChanger:
         state.use(settings)
         state.remember(taken)
 
-    def settle(self) -> None:
-        """Accept the change, since its first step is done."""
+    def settle(self) -> bool:
+        """Accept the change, since its first step is done.
+
+        Returns:
+            True if there was a change that cost time.
+        """
         if self.trial is None:
-            return
+            return False
         trial, self.trial = self.trial, None
         free = cost(trial.before, trial.wanted) == "free"
         cost_s = 0.0 if free else time.perf_counter() - trial.began
         changes = _differences(trial.before, trial.wanted)
         self._state.tell("change", changes, {"cost_s": cost_s})
         self._decide(ChangeOutcome("applied", changes, self._state.step, cost_s))
+        return not free
 
     def revert(self, error: Exception) -> None:
         """Return to the settings and the state before the change, since it failed.

@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.history.run_folder import RunFolder
@@ -78,6 +78,14 @@ class CheckpointSchedule:
         self._keep(taken)
 
 
+class Tells(Protocol):
+    """Function that records an event; see `ortlab.training.run_record.RunRecord.event`."""
+
+    def __call__(self, kind: str, text: str, step: int | None = None) -> object:
+        """Record an event of a step; None for the current one."""
+        ...
+
+
 class CheckpointWriter:
     """Writer of a run's checkpoints, in a thread of its own, that deletes those beyond the limit.
 
@@ -88,12 +96,10 @@ class CheckpointWriter:
     Args:
         folder: The run's folder.
         first: Called before each write, to bring the run's metrics up to date.
-        tell: Receives the kind and the text of events.
+        tell: Receives the kind, the text and the step of events.
     """
 
-    def __init__(
-        self, folder: RunFolder, *, first: Callable[[], object], tell: Callable[[str, str], object]
-    ) -> None:
+    def __init__(self, folder: RunFolder, *, first: Callable[[], object], tell: Tells) -> None:
         self.written = 0
         """Number of checkpoints that were written."""
         self._folder = folder
@@ -209,6 +215,7 @@ class CheckpointWriter:
             self._trouble = None
             self._tell("note", f"checkpoints are saved again: {place.name}")
         self.written += 1
+        self._tell("checkpoint", f"checkpoint {place.name.removesuffix('.safetensors')}", step)
         if name == LAST:
             self._last = [path for path in self._last if path != place] + [place]
             self.trim(many)

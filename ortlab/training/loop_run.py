@@ -82,7 +82,11 @@ class LoopRun(TrainerRun):
         self._counts_calls = True
         self._loop_state = state
         self._saved = time.monotonic()
-        self._writer = CheckpointWriter(self._folder, first=self.recorder.flush, tell=self.tell)
+        self._writer = CheckpointWriter(
+            self._folder,
+            first=self.recorder.flush,
+            tell=lambda kind, text, step=None: self.tell(kind, text),  # noqa: ARG005
+        )
         if earlier is not None:
             self.recorder.restore(earlier.rows, earlier.events, write=True)
             for kind, text in earlier.told:

@@ -34,7 +34,7 @@ NAMES: Final = (
 )
 """Parts of a run that have names in the user's code."""
 _STEP = re.compile(r"(?:last|step)-(\d+)")
-_NEWS: Final = ("eval", "change", "note", "warning")
+_NEWS: Final = ("eval", "change", "checkpoint", "pause", "note", "warning")
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,15 +86,17 @@ class RunRecord:
         sqlite_index.note(self.folder.path)
         self.meter = SAMPLER.start()
 
-    def event(self, kind: str, text: str) -> None:
-        """Record an event at the current step.
+    def event(self, kind: str, text: str, step: int | None = None) -> None:
+        """Record an event.
 
         Args:
             kind: Kind of the event, such as "note" or "warning".
             text: Text of the event.
+            step: Step that it belongs to; None for the current one.
         """
         progress = self._progress
-        self.recorder.event(Event(kind, progress.step, progress.control.elapsed_s(), text))
+        at = progress.step if step is None else step
+        self.recorder.event(Event(kind, at, progress.control.elapsed_s(), text))
 
     def keep(self, taken: Checkpoint) -> None:
         """Write a checkpoint in the background, and delete those beyond ``keep_checkpoints``.
@@ -179,7 +181,6 @@ class RunRecord:
         """
         recorder, evaluations = self.recorder, self.evaluations()
         last = recorder.last
-        step_s = recorder.total("step_ms") / 1e3 or NAN
         report = self._progress.report
         return RunResult(
             state=state,
@@ -189,8 +190,8 @@ class RunRecord:
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
             best=self._goal().best(evaluations[1:] or evaluations),
-            samples_per_s=recorder.total("samples") / step_s,
-            tokens_per_s=recorder.total("tokens") / step_s or NAN,
+            samples_per_s=recorder.rate("samples"),
+            tokens_per_s=recorder.rate("tokens") or NAN,
             peak_bytes=self._peak_bytes(),
             export_s=report.export_s if report else 0.0,
             check_s=report.check_s if report else 0.0,

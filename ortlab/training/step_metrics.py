@@ -18,6 +18,7 @@ def step_sample(
     step_s: float,
     data_s: float,
     meter: Meter | None = None,
+    rated: bool = True,
 ) -> Sample:
     """Return the sample of one optimizer step.
 
@@ -31,6 +32,7 @@ def step_sample(
         step_s: Seconds that the step took, its data included.
         data_s: Seconds of these that reading the data took.
         meter: Memory meter of this process; None to leave the memory unknown.
+        rated: False to leave out the rates of a step that exported, compiled or warmed up.
 
     Returns:
         The sample.
@@ -42,6 +44,7 @@ def step_sample(
             return NAN
         return float(value) if on_host else value
 
+    rate_s = step_s if rated else NAN
     return Sample(
         step=step,
         time_s=time_s,
@@ -51,8 +54,8 @@ def step_sample(
         grad_norm=number(result.grad_norm),
         samples=result.samples,
         tokens=result.tokens or NAN,
-        samples_per_s=result.samples / step_s,
-        tokens_per_s=result.tokens / step_s or NAN,
+        samples_per_s=result.samples / rate_s,
+        tokens_per_s=result.tokens / rate_s or NAN,
         step_ms=step_s * 1e3,
         data_ms=data_s * 1e3,
         forward_ms=result.forward_ms,

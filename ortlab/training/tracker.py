@@ -233,6 +233,7 @@ class Tracker(Generic[B]):
         turn.going = False
         self._step += 1
         step_s = now - turn.began
+        rate_s = step_s if self._step > 1 else NAN  # the first step may compile, and warms up
         values: dict[str, Any] = {"loss": turn.loss, "lr": turn.lr, "samples": turn.samples}
         values["tokens"] = turn.tokens or NAN
         values |= turn.logged
@@ -242,8 +243,8 @@ class Tracker(Generic[B]):
                 step=self._step,
                 time_s=now - self._began,
                 epoch=epoch,
-                samples_per_s=values["samples"] / step_s,
-                tokens_per_s=values["tokens"] / step_s,
+                samples_per_s=values["samples"] / rate_s,
+                tokens_per_s=values["tokens"] / rate_s,
                 step_ms=step_s * 1e3,
                 data_ms=turn.data_s * 1e3,
                 forward_ms=turn.forward_s * 1e3 if turn.trained else NAN,

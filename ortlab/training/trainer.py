@@ -97,6 +97,7 @@ class Trainer:
         self._recorder = recorder
         self._meter = meter
         self._recorded = 0  # steps that the recorder has: repeated ones are not recorded again
+        self._warms_up = True  # the next step may export, compile and warm up
         self._lost_at = -1  # step after which workers were lost last
         self._state = state = TrainingState(
             stepper,
@@ -231,6 +232,7 @@ class Trainer:
     def _steps_of_stepper(self) -> Iterator[StepResult]:
         """Yield the steps until the end of the run, or until the stepper is lost."""
         state = self._state
+        self._warms_up = True
         data = self._resume()
         if self.settings.parallel.elsewhere and state.recovery is None:
             state.remember(state.checkpoint())
@@ -308,7 +310,7 @@ class Trainer:
                     self._changes.revert(error)
                     data.put_back()
                 continue
-            self._changes.settle()
+            self._warms_up |= self._changes.settle()
             state.step, state.read = state.step + 1, data.done
             made = state.step
             try:
@@ -444,6 +446,7 @@ class Trainer:
         self._recorder.not_finite_step = None
         state.step = made
         self._changes.rebuild(self.settings, taken)
+        self._warms_up = True
         span = f"step {first}" if first == made else f"steps {first} to {made}"
         state.tell("note", f"{span} changed no weights; the run continues after that")
         return True
@@ -453,16 +456,23 @@ class Trainer:
         return every is not None and self.step % every == 0
 
     def _proceed(self) -> bool:
+        control, state = self._control, self._state
+        if not control.pausing:
+            return control.proceed(self.checkpoint)
         # A pause may be the last action of this process: a laptop closes, a kernel ends.
-        if self._control.pausing:
-            self._checkpoints.save_unsaved()
-            if not self._telling_pause:  # a callback that raises there pauses, too
-                self._telling_pause = True
-                try:
-                    self.call_back("on_pause")
-                finally:
-                    self._telling_pause = False
-        return self._control.proceed(self.checkpoint)
+        self._checkpoints.save_unsaved()
+        began = time.perf_counter()
+        state.tell("pause", "paused")
+        if not self._telling_pause:  # a callback that raises there pauses, too
+            self._telling_pause = True
+            try:
+                self.call_back("on_pause")
+            finally:
+                self._telling_pause = False
+        goes_on = control.proceed(self.checkpoint)
+        waited_s = time.perf_counter() - began
+        state.tell("pause", f"{'resumed' if goes_on else 'stopped'} after {waited_s:,.0f} s")
+        return goes_on
 
     def _record(self, result: StepResult, step_s: float, data_s: float) -> None:
         """Record a step; raise `NotFinite` if it, or one before it, was not finite."""
@@ -480,11 +490,13 @@ class Trainer:
                     step_s=step_s,
                     data_s=data_s,
                     meter=self._meter,
+                    rated=not self._warms_up,
                 )
             )
             for rank, told in enumerate(result.ranks):
                 sample = rank_sample(told, step=state.step, epoch=epoch, time_s=now)
                 self._recorder.rank(rank).add(sample)
+        self._warms_up = False
         # On another device the stepper would have to wait; the recorder finds out a moment later.
         on_host = result.loss.device.type == "cpu"
         if (on_host and not self.stepper.finite()) or self._recorder.not_finite_step is not None:

@@ -136,6 +136,7 @@ class TrainerRun(StoredRun):
         self._stopping = False
         self._failed: str | None = None
         self._going = threading.Event()
+        self._warm = False  # True after the first step
         self._going.set()
         self._over = threading.Event()
         self._due: dict[str, Any] | None = None
@@ -228,7 +229,8 @@ class TrainerRun(StoredRun):
         """
         turn, now = self.turn, time.perf_counter()
         step_s = now - turn.began
-        self._step, self._free = step, now
+        rate_s = step_s if self._warm else NAN  # the first step may export, and warms up
+        self._step, self._free, self._warm = step, now, True
         self._due = {
             "step": step,
             "time_s": now - self._began,
@@ -238,8 +240,8 @@ class TrainerRun(StoredRun):
             "grad_norm": NAN,
             "samples": turn.samples or NAN,
             "tokens": turn.tokens or NAN,
-            "samples_per_s": turn.samples / step_s or NAN,
-            "tokens_per_s": turn.tokens / step_s or NAN,
+            "samples_per_s": turn.samples / rate_s or NAN,
+            "tokens_per_s": turn.tokens / rate_s or NAN,
             "step_ms": step_s * 1e3,
             "data_ms": turn.data_s * 1e3,
             "forward_ms": turn.forward_s * 1e3,
@@ -248,8 +250,12 @@ class TrainerRun(StoredRun):
             **self._meter.take().as_dict(),
         }
         self._hear()
-        while not self._going.wait(_WAIT_S):
-            self._free = time.perf_counter()
+        if not self._going.is_set():
+            self.tell("pause", "paused")
+            while not self._going.wait(_WAIT_S):
+                self._free = time.perf_counter()
+            told = "stopped" if self._stopping else "resumed"
+            self.tell("pause", f"{told} after {self._free - now:,.0f} s")
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         """Add the values that the Trainer logs for the last step.
@@ -447,7 +453,7 @@ class TrainerRun(StoredRun):
 
     def _result(self) -> RunResult:
         recorder, evaluations = self.recorder, evaluations_of(self.recorder)
-        last, step_s = recorder.last, recorder.total("step_ms") / 1e3 or NAN
+        last = recorder.last
         export_s, check_s = self._spent()
         return RunResult(
             state=self._state,
@@ -457,8 +463,8 @@ class TrainerRun(StoredRun):
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
             best=Goal().best(evaluations),
-            samples_per_s=recorder.total("samples") / step_s,
-            tokens_per_s=recorder.total("tokens") / step_s or NAN,
+            samples_per_s=recorder.rate("samples"),
+            tokens_per_s=recorder.rate("tokens") or NAN,
             peak_bytes=self._meter.highest_peak_bytes(),
             export_s=export_s,
             check_s=check_s,

@@ -266,7 +266,8 @@ def test_charts_of_a_finished_run_come_back(notebook: Opens, page: Page) -> None
     book.run_next("charts.view(run)")
     run = book.view()
     expect(run.locator(".ortlab-state")).to_have_text("finished")
-    expect(run.get_by_role("button")).to_have_count(0)
+    for name in ("Pause", "Resume", "Stop"):
+        expect(run.get_by_role("button", name=name)).to_have_count(0)
     assert run.locator(".ortlab-chart").first.get_attribute("data-points") == "60"
 
 

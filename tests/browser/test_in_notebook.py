@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.lab import NEEDS_ORT, Notebook, Notebook7, Takes, write_notebook
+from tests.browser.test_chart_tools_in_lab import drag, plot
 from tests.support.lab_views import BERT, FINETUNE, MODEL, graph, opened, pane
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
@@ -34,6 +35,13 @@ def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) 
     opened(run)
     grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n"
     page.wait_for_function(grown, arg=10)
+    drag(run, "loss", 0.3, 0.7)
+    reset = run.get_by_role("button", name="Show the whole run")
+    expect(reset).to_have_attribute("aria-disabled", "false")
+    plot(run, "memory").dblclick()
+    expect(reset).to_have_attribute("aria-disabled", "true")
+    run.get_by_role("slider", name="Smoothing").fill("0.6")
+    expect(run.locator(".ortlab-chart-loss .ortlab-chart-note")).to_have_text("smoothed 0.60")
     run.get_by_label("learning rate", exact=True).fill("0.001")
     run.get_by_role("button", name="Apply").click()
     expect(run.locator(".ortlab-panel-result")).to_contain_text("applied after step")

@@ -22,6 +22,8 @@ COLUMNS = [
     {"name": "peak_bytes", "merge": "max"},
     {"name": "step_ms", "merge": "mean"},
     {"name": "samples_per_s", "merge": "mean"},
+    {"name": "time_s", "merge": "last"},
+    {"name": "samples", "merge": "mean"},
 ]
 NAMES = [column["name"] for column in COLUMNS]
 FEED = """async ([source, columns, messages]) => {
@@ -29,7 +31,12 @@ FEED = """async ([source, columns, messages]) => {
     const series = new Series(columns);
     for (const [mask, numbers] of messages)
         series.append(new DataView(new Float32Array(numbers).buffer), mask);
-    return { data: series.data, speed: series.smoothed('samples_per_s'),
+    const axes = ['step', 'time', 'samples'];
+    return { measures: axes.filter((axis) => series.measures(axis)),
+        places: [1.5, 3].map((step) => axes.map((axis) => series.place(step, axis))),
+        steps: axes.map((axis) => series.step(series.place(3, axis), axis)),
+        averaged: series.averaged(series.values('loss'), 0.5),
+        data: series.data, speed: series.smoothed('samples_per_s'),
         has: series.has('peak_bytes'), recent: series.recent('loss', 2) };
 }"""
 
@@ -90,3 +97,27 @@ def test_speed_is_smoothed_by_time_over_a_fiftieth_of_the_steps(feed: Feeds) -> 
     assert found["speed"][:75] == pytest.approx([1e4] * 75)
     assert found["speed"][75] == pytest.approx(1e3 * 3 * 10 / 102, rel=1e-3)
     assert found["speed"][-1] == pytest.approx(1e4, rel=1e-3)
+
+
+def test_a_step_has_its_place_on_each_axis(feed: Feeds) -> None:
+    # Rows of step, time_s and samples; the second one covers two steps, of 16 samples each.
+    found = feed((0b1100001, [[1, 0.5, 8], [3, 1.5, 16], [4, 2.5, 16]]))
+    assert found["measures"] == ["step", "time", "samples"]
+    assert found["places"] == [[1.5, 0.75, 16], [3, 1.5, 40]]
+    assert found["steps"] == [3, 3, 3]
+    assert feed((0b11, [[1, 0.5]]))["measures"] == ["step"]
+
+
+def test_an_average_begins_with_the_first_value_and_counts_steps(feed: Feeds) -> None:
+    found = feed((0b11, [[1, 4.0], [2, 0.0], [3, 2.0]]))
+    assert found["averaged"] == pytest.approx([4, 4 / 3, 12 / 7])
+    # The second row covers two steps, the others one.
+    found = feed((0b11, [[1, 1.0], [3, 2.0], [4, 3.0]]))
+    usual = 1.5
+    kept = [0.5 ** (steps / usual) for steps in (usual, 2, 1)]
+    total = weight = 0.0
+    expected = []
+    for value, each in zip([1.0, 2.0, 3.0], kept, strict=True):
+        total, weight = total * each + value * (1 - each), weight * each + 1 - each
+        expected.append(total / weight)
+    assert found["averaged"] == pytest.approx(expected)

@@ -228,7 +228,7 @@ def test_the_callback_shows_and_keeps_a_run(
     assert (np.sum(times, axis=0) <= rows[:, INDEX["step_ms"]]).all()
     evaluations = [event.values["loss"] for event in run.recorder.events("eval")]
     assert evaluations == logged(trainer, "eval_loss")
-    assert [event.text for event in run.recorder.events("note")] == [
+    assert [event.text for event in run.recorder.events("checkpoint")] == [
         "checkpoint-4 was written",
         "checkpoint-8 was written",
     ]

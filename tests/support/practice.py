@@ -87,7 +87,9 @@ class Practice:
             while not self._stop.is_set() and self._step != self._steps:
                 if not self._go.is_set():
                     self._state = "paused"
+                    self._tell("pause", "paused")
                     self._go.wait()
+                    self._tell("pause", "resumed")
                     self._state = "running"
                     continue
                 began = time.perf_counter()
@@ -111,6 +113,10 @@ class Practice:
             self._ended = time.monotonic()
             self.recorder.close()
             self._over.set()
+
+    def _tell(self, kind: str, text: str) -> None:
+        time_s = time.monotonic() - self._began
+        self.recorder.event(Event(kind, self._step, time_s, text))
 
     def _record(self, loss: float, lr: float, took_s: float, memory: Memory) -> None:
         time_s = time.monotonic() - self._began
@@ -138,3 +144,5 @@ class Practice:
             self.recorder.event(
                 Event("eval", self._step, time_s, f"held out at step {self._step}", values)
             )
+        if self._step % 80 == 0:
+            self._tell("checkpoint", f"checkpoint last-{self._step} saved")

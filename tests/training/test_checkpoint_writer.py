@@ -93,7 +93,7 @@ def taken() -> Callable[[int], Checkpoint]:
 
 @pytest.fixture
 def keeping(home: Path) -> Iterator[CheckpointWriter]:
-    made = CheckpointWriter(RunFolder.create(), first=lambda: None, tell=lambda kind, text: None)
+    made = CheckpointWriter(RunFolder.create(), first=lambda: None, tell=lambda *told: None)
     yield made
     made.close()
 
@@ -113,7 +113,7 @@ def test_the_last_ones_stay(home: Path, keeping: CheckpointWriter, taken: Any) -
 def test_a_slow_disk_gets_the_newest_and_nobody_waits(home: Path, taken: Any) -> None:
     turns = Turns()
     folder = RunFolder.create()
-    keeping = CheckpointWriter(folder, first=turns.take, tell=lambda kind, text: None)
+    keeping = CheckpointWriter(folder, first=turns.take, tell=lambda *told: None)
     keeping.keep(taken(1), 9)
     turns.until_asked(1)  # it is being written
     for step in (2, 3, 4):

@@ -183,7 +183,7 @@ def test_the_last_and_the_best_checkpoint_both_wait_for_room(
     taken = Checkpoint.load(run.checkpoint(tmp_path / "taken"))
     told: list[str] = []
     folder = RunFolder.create()
-    writer = CheckpointWriter(folder, first=list, tell=lambda _, text: told.append(text))
+    writer = CheckpointWriter(folder, first=list, tell=lambda _, text, step=None: told.append(text))
     fill(disk)
     writer.keep(taken, 2)
     writer.keep_best(taken)

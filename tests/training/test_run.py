@@ -199,12 +199,21 @@ def test_pause_resume_and_stop(tmp_path: Path) -> None:
     until(lambda: run.step > step)
     run.pause()
     until(lambda: run.state == "paused")
+    last = run.step
     run.stop()
     run.stop()
     assert run.result().state == "stopped"
     run.stop()
     run.resume()
     folder_is_complete(run, "stopped", model)
+    paused = [(event.step, event.text.split()[0]) for event in run.recorder.events("pause")]
+    expected = [(step, "paused"), (step, "resumed"), (last, "paused"), (last, "stopped")]
+    assert paused == expected
+    marked = run.recorder.events("checkpoint")
+    assert {(event.step, event.text) for event in marked} <= {
+        (at, f"checkpoint last-{at}") for at in (step, last)
+    }
+    assert marked
 
 
 def test_stop_waits_for_the_step_in_flight_only(tmp_path: Path) -> None:

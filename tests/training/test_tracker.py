@@ -131,7 +131,7 @@ def test_what_is_logged_wins() -> None:
     assert column(tracker, "loss") == [2.0] * 3
     assert column(tracker, "lr") == [0.5] * 3
     assert column(tracker, "tokens") == [64] * 3
-    assert all(rate > 0 for rate in column(tracker, "tokens_per_s"))
+    assert all(rate > 0 for rate in column(tracker, "tokens_per_s")[1:])
 
 
 def test_an_unknown_name_to_log_offers_the_nearest() -> None:
@@ -350,7 +350,9 @@ def test_a_loop_without_backward_is_timed_too() -> None:
     for _ in tracker:
         pass
     assert column(tracker, "step") == [1, 2, 3]
-    assert all(rate > 0 for rate in column(tracker, "samples_per_s"))
+    first, *rates = column(tracker, "samples_per_s")
+    assert first != first, "the first step may compile"
+    assert all(rate > 0 for rate in rates)
     assert all(loss != loss for loss in column(tracker, "loss"))
 
 

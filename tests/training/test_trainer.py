@@ -512,6 +512,14 @@ def test_pause_holds_the_loop_between_two_steps() -> None:
     assert not control.waiting
 
 
+def test_rates_leave_out_the_first_step() -> None:
+    trained = Trained(settings())
+    first, *rates = trained.column("samples_per_s")
+    assert np.isnan(first), "it may export, compile and warm up"
+    assert np.isfinite(rates).all()
+    assert np.isfinite(trained.column("step_ms")).all()
+
+
 def test_stop_ends_a_pause() -> None:
     control = Control()
     control.pause()

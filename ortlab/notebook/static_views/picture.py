@@ -19,7 +19,7 @@ from ortlab.metrics.evaluation import SHOWN, scores
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import drawing, plain_text, rank_picture
-from ortlab.notebook.static_views.drawing import draws
+from ortlab.notebook.static_views.drawing import COLORS, draws
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,6 @@ LINE_IN = 0.24  # a line of the heading
 DPI = 192
 TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
-COLORS = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4", "#c9a227", "#d1495b")
 FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
 ERROR_LINES = 3
@@ -104,7 +103,7 @@ def summary(recorder: Recorder, rows: Rows) -> str:
     if len(losses := plain_text.known(rows, "loss")):
         parts.append(f"loss {plain_text.number(losses[-1], digits=3)}")
     for column in plain_text.known_columns("throughput", rows):
-        rate = plain_text.overall(recorder, column.name)
+        rate = recorder.rate(column.name.removesuffix("_per_s"))
         parts.append(f"{plain_text.number(rate, digits=3)} {column.unit}")
     for name, label in (("cuda_peak_bytes", "CUDA peak"), ("peak_bytes", "peak memory")):
         if len(values := plain_text.known(rows, name)):
@@ -203,7 +202,8 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     # With a fixed position, because finding one automatically measures all of the axes.
     axes.set_title(left, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
     axes.set_title(right, color=TEXT, fontsize=FONT + 0.5, loc="right", y=1.0)
-    axes.set_xlabel("step", color=TEXT, fontsize=FONT)
+    told = f"step ({plain_text.RATED})" if name == "throughput" else "step"
+    axes.set_xlabel(told, color=TEXT, fontsize=FONT)
     if not lines:
         axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
     elif len(lines) > 1:

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortlab.metrics import rank_metrics
-from ortlab.metrics.recorder import COLUMNS, INDEX, Column
+from ortlab.metrics.recorder import COLUMNS, INDEX, Column, rated_ms
 from ortlab.metrics.setting_changes import Change, changes
 
 if TYPE_CHECKING:
-    from ortlab.metrics.recorder import Recorder, Rows, Status, Watched
+    from ortlab.metrics.recorder import Rows, Status, Watched
 
 GIB = 1024**3
 MIB = 1024**2
@@ -27,6 +27,9 @@ TITLES = {
 }
 """Titles of the charts, in order."""
 
+RATED = "without export, warm-up and pauses"
+"""Remark on all rates; see `ortlab.metrics.recorder.Recorder.rate`."""
+
 Values = npt.NDArray[np.float64]
 """Values of one column of a series."""
 
@@ -38,7 +41,7 @@ def text(watched: Watched) -> str:
         watched: The run.
     """
     status = watched.status()
-    rows = with_rates(watched.recorder.rows())
+    rows = watched.recorder.rows()
     lines = [headline(watched.title, status), *status.lines]
     lines += [f"change {change.number}, {said(change)}" for change in changes(watched.recorder)]
     for column in (column for chart in TITLES for column in known_columns(chart, rows)):
@@ -46,7 +49,8 @@ def text(watched: Watched) -> str:
         if column.chart == "memory":
             tail = f"maximum {memory(float(values.max()))}"
         elif column.chart == "throughput":
-            tail = f"{number(overall(watched.recorder, column.name), digits=3)} overall"
+            rate = watched.recorder.rate(column.name.removesuffix("_per_s"))
+            tail = f"{number(rate, digits=3)} overall"
         else:
             tail = f"{number(values[0])} → {number(values[-1])}"
         lines.append(f"{column.label:<20} {bars(values):<{WIDTH}} {tail}")
@@ -140,40 +144,23 @@ def known(rows: Rows, name: str) -> Values:
 
 
 _RATES = [INDEX["samples_per_s"], INDEX["tokens_per_s"]]
-_AMOUNTS = [INDEX["samples"], INDEX["tokens"]]
 
 
-def with_rates(rows: Rows, window: int = 1) -> Rows:
-    """Return rows whose rates are amounts divided by time, summed over the last `window` rows.
-
-    Rows of several merged steps have a mean of rates, in which fast steps count too much.
+def with_rates(rows: Rows, window: int) -> Rows:
+    """Return rows whose rates are averaged by time over the last `window` rows.
 
     Args:
         rows: Rows of the run; not changed.
         window: Number of rows.
     """
     out = rows.copy()
-    time_ms = _summed(rows[:, [INDEX["step_ms"]]], window)
-    rates, amounts = rows[:, _RATES], rows[:, _AMOUNTS]
-    known = np.isfinite(rates) & np.isfinite(amounts) & (time_ms > 0)
-    out[:, _RATES] = np.divide(1e3 * _summed(amounts, window), time_ms, out=rates, where=known)
+    rates, time_ms = rows[:, _RATES], rated_ms(rows)
+    amounts = _summed(np.where(time_ms > 0, rates, 0.0) * time_ms, window)
+    out[:, _RATES] = np.divide(amounts, _summed(time_ms, window), out=rates, where=time_ms > 0)
     return out
 
 
-def overall(recorder: Recorder, rate: str) -> float:
-    """Return the rate of a whole run: all samples (or tokens) divided by the time of all steps.
-
-    Args:
-        recorder: Recorder of the run.
-        rate: Name of the column: samples_per_s or tokens_per_s.
-    """
-    return 1e3 * recorder.total(rate.removesuffix("_per_s")) / recorder.total("step_ms")
-
-
 def _summed(values: Values, window: int) -> Values:
-    values = np.where(np.isfinite(values), values, 0.0)
-    if window == 1:
-        return values
     total: Values = np.cumsum(values, axis=0)
     total[window:] = total[window:] - total[:-window]
     return total

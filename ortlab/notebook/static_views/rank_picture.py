@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 from ortlab.metrics.rank_metrics import PARTS, lines, milliseconds
 from ortlab.notebook.static_views import plain_text
+from ortlab.notebook.static_views.drawing import COLORS
 from ortlab.utils.process_memory import memory
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ MOST: Final = 16
 """Maximum number of ranks that are drawn; a note states how many more there are."""
 POINTS: Final = 60
 LINE: Final = 145  # characters of a note that fit on a line
-PARTS_COLORS: Final = ("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4")
-WAITED: Final = "#c9a227"
+PARTS_COLORS: Final = COLORS[:4]
+WAITED: Final = COLORS[4]
 TRACK: Final = "#808080"
 WARN: Final = "#b96410"  # 4.2:1 on white, 4.4:1 on #111111
 # Left edge of each column, and widths of their lines and bars, in inches.

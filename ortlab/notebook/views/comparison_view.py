@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab.notebook.static_views import curves, drawing, plain_text
-from ortlab.notebook.static_views.drawing import draws
+from ortlab.notebook.static_views.drawing import COLORS, draws
 from ortlab.notebook.static_views.picture import DPI, FONT, GRID, TEXT
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from ortlab.history.comparison import RunComparison
 
-COLORS = (
-    *("#2f7fd0", "#d9772b", "#2f9e6b", "#a65fc4"),
-    *("#c9a227", "#d1495b", "#4aa5b5", "#8c8c8c"),
+DASHES: tuple[Any, ...] = (
+    *("-", (0, (7, 2)), (0, (1.2, 1.2)), (0, (7, 2, 1.2, 2))),
+    *((0, (3, 1.5)), (0, (12, 2)), (0, (7, 2, 1.2, 1.2, 1.2, 2)), (0, (12, 2, 3, 2))),
 )
-"""One color per run, in order."""
+"""One pattern per run, in order, for prints without colors."""
 WIDTH_IN, CHART_IN, LEGEND_IN = 10.0, 2.5, 0.32
 _ACROSS = 4  # names of runs per row of the legend
 
@@ -78,6 +78,7 @@ def png(comparison: RunComparison) -> bytes:
             fontsize=FONT,
             labelcolor=TEXT,
             frameon=False,
+            handlelength=4.0,  # a whole period of each pattern
             borderaxespad=0.2,
         )
         for text in named.get_texts():
@@ -88,12 +89,13 @@ def png(comparison: RunComparison) -> bytes:
 def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunComparison) -> list[Any]:
     axes.grid(color=GRID, linewidth=0.6)
     lines = []
-    for color, run in zip(COLORS, comparison.runs, strict=False):
+    for color, dashes, run in zip(COLORS, DASHES, comparison.runs, strict=False):
         places, values = curves.curve(run.recorder, across, name)
         lines += axes.plot(
             places,
             values,
             color=color,
+            linestyle=dashes,
             linewidth=1.5,
             marker="o" if len(values) <= 2 else None,  # a line of one point is invisible
             markersize=3,
@@ -106,7 +108,7 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
             ]
             if points:
                 at, losses = zip(*points, strict=True)
-                axes.plot(at, losses, color=color, linewidth=1.0, linestyle="--")
+                axes.plot(at, losses, color=color, linewidth=0.8, marker="o", markersize=3.5)
     axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=across == "step"))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
@@ -114,9 +116,10 @@ def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunCompari
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
-    told = f"{title}, evaluation dashed" if name == "loss" and across == "step" else title
+    told = f"{title}, evaluation with dots" if name == "loss" and across == "step" else title
     axes.set_title(told, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
-    axes.set_xlabel(across, color=TEXT, fontsize=FONT)
+    below = f"{across} ({plain_text.RATED})" if name == "samples_per_s" else across
+    axes.set_xlabel(below, color=TEXT, fontsize=FONT)
     if name != "loss" and axes.dataLim.y1 > 0:
         axes.set_ylim(0, 1.08 * axes.dataLim.y1)
     if not any(np.size(line.get_xdata()) for line in lines):

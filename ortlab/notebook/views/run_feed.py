@@ -11,14 +11,16 @@ import numpy as np
 from ortlab.metrics.evaluation import scores
 from ortlab.metrics.recorder import COLUMNS, INDEX, merged
 from ortlab.metrics.setting_changes import Change, changes
-from ortlab.notebook.static_views import plain_text
 
 if TYPE_CHECKING:
     from ortlab.metrics.recorder import Rows, Status, Watched
 
 
-WIRE = [COLUMNS[INDEX["step"]], *(column for column in COLUMNS if column.chart)]
-"""Columns that the charts need, in the order of the bits of a message's mask."""
+WIRE = [
+    *(COLUMNS[INDEX[name]] for name in ("step", "time_s", "samples")),
+    *(column for column in COLUMNS if column.chart),
+]
+"""X axes and columns of the charts, in the order of the bits of a message's mask."""
 
 
 _WIRE_AT = [INDEX[column.name] for column in WIRE]
@@ -38,6 +40,22 @@ CHANGE_LETTERS = 240
 
 WHOLE_CHANGES = 200
 """Maximum number of settings changes in a whole series; the last ones are sent."""
+
+
+MARKS = ("checkpoint", "pause")
+"""Kinds of events that the charts mark, besides evaluations and changes of settings."""
+
+
+WHOLE_MARKS = 200
+"""Maximum number of marks in a whole series; the last ones are sent."""
+
+
+MARK_LETTERS = 80
+"""Maximum length of the text of a mark."""
+
+
+FRESH_MARKS = 3
+"""Maximum number of marks in an update."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,7 @@ class Feed:
         self._cursor = 0
         self._number = 0
         self._evaluated_s = -math.inf
+        self._marked_s = -math.inf
         self._progress: object = None
         self._info: dict[str, Any] = {}
         self._changes: dict[int, list[Any]] = {}
@@ -79,19 +98,21 @@ class Feed:
         # never; the browser drops steps that it already has.
         _, self._cursor = recorder.since(recorder.count)
         rows = recorder.rows()
-        self._evaluated_s = -math.inf
+        self._evaluated_s = self._marked_s = -math.inf
         self._changes, self._settled = {}, 0
         changed = self._changed(None)
         self._changes = {change[0]: change for change in changed}
         status = self._watched.status()
-        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], whole=True)
+        marks = self._marks(WHOLE_MARKS)
+        return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], marks, whole=True)
 
     def fresh(self) -> Update | None:
         """Return a message with the data since the last call, or None if there is none."""
         rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
         status = self._watched.status()
         changed = self._changed(2)[:1]
-        words = bool(changed) or _info(self._watched.title, status) != self._info
+        marks = [] if changed else self._marks(FRESH_MARKS)
+        words = bool(changed or marks) or _info(self._watched.title, status) != self._info
         if not words and not len(rows) and _progress(status) == self._progress:
             return None
         # Messages are small, so text postpones rows, but never twice in a row: otherwise, rows
@@ -102,10 +123,17 @@ class Feed:
         else:
             self._cursor = cursor
         self._changes |= {change[0]: change for change in changed}
-        return self._update(rows, status, self._limit, changed, whole=False)
+        return self._update(rows, status, self._limit, changed, marks, whole=False)
 
     def _update(
-        self, rows: Rows, status: Status, limit: int, changes_: list[list[Any]], *, whole: bool
+        self,
+        rows: Rows,
+        status: Status,
+        limit: int,
+        changes_: list[list[Any]],
+        marks: list[list[Any]],
+        *,
+        whole: bool,
     ) -> Update:
         self._number += 1
         self._progress = _progress(status)
@@ -127,7 +155,9 @@ class Feed:
             content["i"] = changed
         if changes_:
             content["c"] = changes_
-        if not whole and (changed or changes_):
+        if marks:
+            content["k"] = marks
+        if not whole and (changed or changes_ or marks):
             limit = 1
         evaluations = [
             event
@@ -141,12 +171,20 @@ class Feed:
             ]
         if not len(rows):
             return Update(content)
-        thin = plain_text.with_rates(merged(rows, math.ceil(len(rows) / limit)))
+        thin = merged(rows, math.ceil(len(rows) / limit))
         thin = thin[:, _WIRE_AT].astype(np.float32)
         present = ~np.isnan(thin).all(axis=0)
         self._limit = max(1, UPDATE_BYTES // (4 * int(present.sum())))
         content["m"] = sum(1 << int(bit) for bit in np.flatnonzero(present))
         return Update(content, thin[:, present].tobytes())
+
+    def _marks(self, most: int) -> list[list[Any]]:
+        """Return the next `most` marks; of more than `WHOLE_MARKS`, only the last ones count."""
+        events = self._watched.recorder.events(*MARKS)
+        fresh = [event for event in events if event.time_s > self._marked_s][-WHOLE_MARKS:][:most]
+        if fresh:
+            self._marked_s = fresh[-1].time_s
+        return [[event.kind, event.step, _clipped(event.text, MARK_LETTERS)] for event in fresh]
 
     def _changed(self, most: int | None) -> list[list[Any]]:
         """Return those of the next `most` settings changes that the browser does not have yet."""
@@ -179,11 +217,13 @@ def _info(title: str, status: Status) -> dict[str, Any]:
 
 
 def _change(change: Change) -> list[Any]:
-    text = change.text
-    if len(text) > CHANGE_LETTERS:
-        text = text[: CHANGE_LETTERS - 1] + "…"
+    text = _clipped(change.text, CHANGE_LETTERS)
     figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
     return [change.number, change.step, text, *map(_json, figures)]
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _json(value: float) -> float | None:

@@ -19,7 +19,16 @@ from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ortlab.metrics.recorder import COLUMNS, INDEX, Event, Recorder, Rows, Sample, Status
+from ortlab.metrics.recorder import (
+    COLUMNS,
+    INDEX,
+    Event,
+    Recorder,
+    Rows,
+    Sample,
+    Status,
+    merged,
+)
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook import build
 from ortlab.notebook.static_views import picture, plain_text
@@ -95,7 +104,7 @@ def test_a_message_has_the_new_points_only(run: Still) -> None:
     assert [row["step"] for row in rows(fresh(feed))] == [1, 2]
     run.advance(1)
     (row,) = rows(fresh(feed))
-    assert set(row) == {"step", "loss", "lr", "step_ms", "samples_per_s"}
+    assert set(row) == {"step", "samples", "loss", "lr", "step_ms", "samples_per_s"}
     assert row["loss"] == pytest.approx(1 / 3)
     assert row["samples_per_s"] == pytest.approx(2000)
 
@@ -279,6 +288,23 @@ def test_the_whole_has_the_last_changes_and_the_others_are_not_sent_after_it(run
     assert feed.fresh() is None
 
 
+def test_marks_are_sent_once_and_few_at_a_time(run: Still) -> None:
+    feed = Feed(run)
+    feed.whole()
+    for step in range(1, 6):
+        run.recorder.event(Event("checkpoint", step, step * 1.0, f"checkpoint last-{step}"))
+    run.recorder.event(Event("pause", 5, 6.0, "paused: " + 200 * "x"))
+    run.recorder.event(Event("note", 5, 7.0, "not a mark"))
+    first, second = fresh(feed), fresh(feed)
+    marks = [*first.content["k"], *second.content["k"]]
+    assert [mark[:2] for mark in marks] == [*(["checkpoint", n] for n in range(1, 6)), ["pause", 5]]
+    assert marks[0][2] == "checkpoint last-1"
+    assert len(marks[5][2]) == run_feed.MARK_LETTERS
+    assert max(len(json.dumps(each.content["k"])) for each in (first, second)) < 400
+    assert feed.fresh() is None
+    assert feed.whole().content["k"] == marks
+
+
 def test_text_tells_a_change(run: Still) -> None:
     run.advance(20)
     change(run, "precision=bf16 (was fp32)")
@@ -368,11 +394,25 @@ def test_rates_of_merged_rows_are_samples_over_time() -> None:
     for step, step_ms in enumerate((1.0, 1.0, 98.0), 1):
         recorder.add(Sample(step=step, samples=10, step_ms=step_ms, samples_per_s=1e4 / step_ms))
     rate = INDEX["samples_per_s"]
-    assert plain_text.with_rates(recorder.rows())[:, rate] == pytest.approx([1e4, 1e4, 1e4 / 98])
-    assert plain_text.with_rates(recorder.rows(), 3)[-1, rate] == pytest.approx(300)
-    recorder.add(Sample(step=4, step_ms=1.0, samples_per_s=7))
-    assert plain_text.with_rates(recorder.rows())[-1, rate] == 7, "of samples that nobody counted"
-    assert plain_text.overall(recorder, "samples_per_s") == pytest.approx(300, rel=0.02)
+    rows = recorder.rows()
+    assert plain_text.with_rates(rows, 1)[:, rate] == pytest.approx([1e4, 1e4, 1e4 / 98])
+    assert plain_text.with_rates(rows, 3)[-1, rate] == pytest.approx(300)
+    assert merged(rows, 3)[:, rate] == pytest.approx([300])
+    assert recorder.rate("samples") == pytest.approx(300)
+    recorder.close()
+
+
+def test_a_step_that_exports_is_in_no_rate() -> None:
+    recorder = Recorder()
+    recorder.add(Sample(step=1, samples=10, step_ms=9000.0))
+    assert recorder.rate("samples") == pytest.approx(10 / 9), "a run of one step has only that"
+    for step in range(2, 7):
+        recorder.add(Sample(step=step, samples=10, step_ms=10.0, samples_per_s=1e3))
+    rows, rate = recorder.rows(), INDEX["samples_per_s"]
+    assert recorder.rate("samples") == pytest.approx(1e3)
+    assert merged(rows, 2)[:, rate] == pytest.approx([1e3] * 3)
+    assert plain_text.with_rates(rows, 3)[1:, rate] == pytest.approx([1e3] * 5)
+    assert np.isnan(plain_text.with_rates(rows, 3)[0, rate])
     recorder.close()
 
 
@@ -508,8 +548,8 @@ def test_an_update_costs_little(step: int, updates: int, per_update: int) -> Non
 
 
 def test_every_chart_column_crosses_the_wire() -> None:
-    assert WIRE[0].name == "step"
-    assert {c.name for c in WIRE[1:]} == {c.name for c in COLUMNS if c.chart}
+    assert [c.name for c in WIRE[:3]] == ["step", "time_s", "samples"], "the x axes"
+    assert {c.name for c in WIRE[3:]} == {c.name for c in COLUMNS if c.chart}
     assert len(WIRE) < 53, "the mask of columns is one number of JavaScript"
 
 

@@ -14,6 +14,7 @@ import pytest
 from ortlab.metrics import rank_metrics
 from ortlab.metrics.recorder import NAN, Recorder, Sample, Status
 from ortlab.notebook.static_views import plain_text
+from ortlab.notebook.static_views.drawing import COLORS
 from ortlab.notebook.views import charts, rank_feed
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.settings import FinetuneSettings
@@ -270,10 +271,10 @@ def test_picture_has_a_row_a_rank(run: OnRanks) -> None:
     # Bars are a tenth of an inch high: rank 1, with the highest peak, fills 1.6 inches.
     widest = 1.6 * 192 * 0.1 * 192
     legend = (0.1 * 192) ** 2
-    purple = coloured(image, "#a65fc4", below)
+    purple = coloured(image, COLORS[3], below)
     assert purple == pytest.approx(widest * (20 + 27) / 57 + legend, rel=0.05)
     waited = 0.95 * 192 * 0.1 * 192 * (6 + 2) / 14
-    assert coloured(image, "#c9a227", below) == pytest.approx(waited + legend, rel=0.05)
+    assert coloured(image, COLORS[4], below) == pytest.approx(waited + legend, rel=0.05)
 
 
 def test_picture_of_many_ranks_ends(run: OnRanks) -> None:
@@ -285,5 +286,5 @@ def test_picture_of_many_ranks_ends(run: OnRanks) -> None:
     assert more == pytest.approx(192 * (14 * 0.28 + 0.22), abs=2), "16, and a note"
     # The notes are below the last of the 16 rows, so no bar is beside them.
     notes = image.shape[0] - int(192 * 4 * 0.22)
-    assert coloured(image, "#2f7fd0", notes) == 0
-    assert coloured(image, "#2f7fd0", notes - 50) > 0
+    assert coloured(image, COLORS[0], notes) == 0
+    assert coloured(image, COLORS[0], notes - 50) > 0

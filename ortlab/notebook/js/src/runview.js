@@ -6,16 +6,19 @@
 //   e  [[step, loss, {name: score}], ...] new evaluation results
 //   c  [[number, step, text, cost in s, samples/s before, after, bytes before, after], ...] settings
 //      changes that are new or have new figures (null if unknown); the last one of a number is valid
+//   k  [[kind, step, text], ...] new marks: kind is "checkpoint" or "pause"
 //   i  the changed ones of {title, badges, lines, error, advice}; advice: settings to resume with
-//   a  1: the rows, evaluations and changes are the whole series, not an addition
+//   a  1: the rows, evaluations, changes and marks are the whole series, not an addition
 // Its buffer is float32, row by row. "hello" requests the whole series. The messages of the settings panel
 // are described in form.js, those of the ranks in ranks.js.
 import "uplot/dist/uPlot.min.css";
 import "./runview.css";
-import { Chart, TITLES } from "./charts.js";
+import { Chart, PRINTED, TITLES } from "./charts.js";
+import { Controls } from "./controls.js";
 import { hidesStill, setText } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
+import { marksOf, signed } from "./marks.js";
 import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
@@ -69,6 +72,7 @@ class Store extends EventTarget {
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
     if (message.c) this.series.change(message.c);
+    if (message.k) this.series.mark(message.k);
     this.#expect(state !== "paused" && !OVER.has(state));
     this.dispatchEvent(new Event("change"));
   }
@@ -145,7 +149,17 @@ class View {
     for (const target of [document.documentElement, document.body]) {
       this.themed.observe(target, { attributes: true });
     }
+    this.printing = (event) => this.#print(event.type === "beforeprint");
+    for (const type of ["beforeprint", "afterprint"]) window.addEventListener(type, this.printing);
     this.request();
+  }
+
+  /** Draws the charts for a page of paper, or for the screen again: a canvas is not laid out anew for paper. */
+  #print(paper) {
+    this.root.classList.toggle("ortlab-printing", paper);
+    const marks = marksOf(this.store.series);
+    this.charts.forEach((chart) => chart.draw(paper ? PRINTED : chart.width, marks));
+    this.charts.forEach((chart) => chart.redraw());
   }
 
   #build() {
@@ -187,7 +201,11 @@ class View {
     this.error = make("pre", "ortlab-error", { role: "alert" });
     const grid = make("div", "ortlab-grid");
     const cursor = `ortlab-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
-    this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, cursor));
+    this.controls = new Controls(this.store.series, () => {
+      this.due = 0;
+      this.request();
+    });
+    this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, this.controls, cursor));
     grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
     this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
@@ -195,7 +213,7 @@ class View {
     this.#buildPanel();
     this.silence = make("div", "ortlab-silence", { role: "status" });
     this.silence.hidden = true;
-    this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, grid, this.changes, this.split,
+    this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, this.controls.root, grid, this.changes, this.split,
       this.ranks.root);
   }
 
@@ -231,7 +249,9 @@ class View {
     const widths = this.charts.map((chart) => chart.width); // read first, to avoid a forced layout
     if (this.store.progress) this.#drawProgress(this.store.progress);
     this.#drawInfo(this.store.info);
-    this.charts.forEach((chart, i) => chart.draw(widths[i]));
+    const marks = marksOf(this.store.series);
+    this.controls.draw(signed(marks));
+    this.charts.forEach((chart, i) => chart.draw(widths[i], marks));
     this.#drawChanges();
     this.#drawSplit();
     this.ranks.draw(this.store.model.get("ranks"), this.store.model.get("rank_notes"));
@@ -281,6 +301,7 @@ class View {
   #drawInfo(info) {
     if (info === this.drawnInfo) return;
     this.drawnInfo = info;
+    this.charts.forEach((chart) => (chart.name = info.title));
     this.title.textContent = info.title; // textContent always: these strings come from the user
     this.root.setAttribute("aria-label", `Run ${info.title}`);
     this.badges.replaceChildren(...info.badges.map((text) => {
@@ -349,6 +370,7 @@ class View {
     this.store.removeEventListener("change", this.request);
     this.resized.disconnect();
     this.themed.disconnect();
+    for (const type of ["beforeprint", "afterprint"]) window.removeEventListener(type, this.printing);
     cancelAnimationFrame(this.frame);
     clearTimeout(this.timer);
     this.charts.forEach((chart) => chart.destroy());

@@ -2,6 +2,7 @@
 
 const SCORES = 6; // as many as there are colors
 const CAPACITY = 2400; // rows; more than two per pixel of a chart
+const MARKS = 400; // the newest that are shown
 
 /** Merges two rows in the same way as the kernel's recorder. */
 const MERGE = {
@@ -9,6 +10,21 @@ const MERGE = {
   max: (a, b) => (a == null ? b : b == null ? a : Math.max(a, b)),
   mean: (a, b) => (a == null ? b : b == null ? a : (a + b) / 2),
 };
+
+/** Returns the value at `x` of the line through rising `xs` and their `ys`, which starts at the origin. */
+function between(x, xs, ys) {
+  let low = 0;
+  let high = xs.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle + 1;
+    else high = middle;
+  }
+  if (low === xs.length) return ys.at(-1) ?? 0;
+  const [left, below] = low ? [xs[low - 1], ys[low - 1]] : [0, 0];
+  const share = xs[low] > left ? (x - left) / (xs[low] - left) : 1;
+  return below + Math.max(share, 0) * (ys[low] - below);
+}
 
 export class Series {
   /** @param {{name: string, unit: string, chart: string, merge: string}[]} columns the step comes first */
@@ -21,6 +37,9 @@ export class Series {
     this.data = this.columns.map(() => []);
     this.evaluations = []; // [step, loss, {name: score}]
     this.changes = []; // of settings, by number; replaced, never modified
+    this.marks = []; // [kind, step, text] of checkpoints and pauses
+    this.times = []; // seconds since the start, at the end of each row
+    this.seen = []; // samples up to the end of each row
   }
 
   get length() {
@@ -35,11 +54,15 @@ export class Series {
     new Uint8Array(numbers.buffer).set(new Uint8Array(view.buffer, view.byteOffset, view.byteLength));
     for (let row = 0; row < numbers.length; row += width) {
       let at = row;
-      if (numbers[row] <= this.data[0].at(-1)) continue; // already known; the step is always present
+      const before = this.data[0].at(-1) ?? 0;
+      if (numbers[row] <= before && this.length) continue; // already known; the step is always present
       this.data.forEach((column, i) => {
         const value = present[i] ? numbers[at++] : NaN;
         column.push(Number.isFinite(value) ? value : null);
       });
+      const last = (name) => this.values(name)?.at(-1);
+      this.times.push(last("time_s") ?? this.times.at(-1) ?? 0);
+      this.seen.push((this.seen.at(-1) ?? 0) + (last("samples") ?? 0) * (numbers[row] - before));
     }
     while (this.length > CAPACITY) this.#halve();
   }
@@ -53,14 +76,41 @@ export class Series {
     this.changes = [...known.values()].sort((a, b) => a.number - b.number);
   }
 
+  /** Adds checkpoints and pauses. */
+  mark(told) {
+    this.marks = [...this.marks, ...told].slice(-MARKS);
+  }
+
   #halve() {
-    this.data = this.data.map((column, i) => {
+    const halved = (column, merge) => {
       const thin = [];
-      const merge = MERGE[this.columns[i].merge];
       for (let row = 0; row + 1 < column.length; row += 2) thin.push(merge(column[row], column[row + 1]));
       if (column.length % 2) thin.push(column.at(-1));
       return thin;
-    });
+    };
+    this.data = this.data.map((column, i) => halved(column, MERGE[this.columns[i].merge]));
+    this.times = halved(this.times, MERGE.last);
+    this.seen = halved(this.seen, MERGE.last);
+  }
+
+  /** Returns whether the series has an x axis: "step", "time" or "samples". */
+  measures(axis) {
+    return axis === "step" || this.places(axis).at(-1) > 0;
+  }
+
+  /** Returns the place of each row on an x axis. */
+  places(axis) {
+    return { step: this.data[0], time: this.times, samples: this.seen }[axis];
+  }
+
+  /** Returns the place of a step on an x axis, between two rows if it has none of its own. */
+  place(step, axis) {
+    return axis === "step" ? step : between(step, this.data[0], this.places(axis));
+  }
+
+  /** Returns the step at a place of an x axis. */
+  step(place, axis) {
+    return axis === "step" ? place : Math.round(between(place, this.places(axis), this.data[0]));
   }
 
   index(name) {
@@ -92,6 +142,26 @@ export class Series {
         first += 1;
       }
       return rate == null || timeSum <= 0 ? rate : amountSum / timeSum;
+    });
+  }
+
+  /**
+   * Returns values as an exponential moving average, corrected for its start, as TensorBoard does.
+   * A row that covers more steps than the others counts for more, so that thinning changes little.
+   */
+  averaged(values, smoothing) {
+    const steps = this.data[0];
+    const usual = (steps.at(-1) - steps[0]) / Math.max(steps.length - 1, 1) || 1;
+    let sum = 0;
+    let weight = 0;
+    let last = steps[0] - usual;
+    return values.map((value, row) => {
+      if (value == null) return null;
+      const kept = smoothing ** ((steps[row] - last) / usual);
+      last = steps[row];
+      sum = sum * kept + value * (1 - kept);
+      weight = weight * kept + (1 - kept);
+      return sum / weight;
     });
   }
 
