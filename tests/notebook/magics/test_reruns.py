@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from tests.support.typed_magics import Typist
 
@@ -30,7 +31,7 @@ def lines(ip: Typist, name: str = "run") -> tuple[str, ...]:
 
 
 def losses(ip: Typist) -> list[float]:
-    found: list[float] = ip["run"].to_frame()["loss"].tolist()
+    found: list[float] = ip["run"].metrics.rows[:, INDEX["loss"]].tolist()
     return found
 
 
