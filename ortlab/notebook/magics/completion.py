@@ -123,7 +123,7 @@ class Names:
             "loss": _is_loss,
             "metrics": _are_metrics,
             "callbacks": _are_callbacks,
-            "optimizer": lambda value: hasattr(value, "param_groups") or _is_function(value),
+            "optimizer": _is_optimizer,
             "scheduler": lambda value: _is_scheduler(value) or _is_function(value),
             "function": _is_function,
         }
@@ -163,6 +163,11 @@ def _is_loss(value: object) -> bool:
 
 def _is_function(value: object) -> bool:
     return isinstance(value, types.FunctionType | functools.partial)
+
+
+def _is_optimizer(value: object) -> bool:
+    """Return whether `value` is an optimizer; of functions, which may be factories, a partial."""
+    return hasattr(value, "param_groups") or isinstance(value, functools.partial)
 
 
 def _is_scheduler(value: object) -> bool:
