@@ -19,9 +19,9 @@ class RunResult:
     ``keep_best`` (by the loss if that is not set), not counting the one before training; None
     without evaluation data. Rates count only the time of the steps, without the first one and those
     after changes of settings, which export and warm up; ``wall_s`` is the whole time, pauses
-    included. ``peak_bytes`` is the peak resident size, or on CUDA the peak of torch's allocated bytes; with several workers, that
-    of the worker that used most. ``skipped_steps`` is the number of ``steps`` whose gradients
-    overflowed in fp16, ``loss_scale`` is the last loss scale.
+    included. ``peak_bytes`` is the peak resident size, or on CUDA the peak of torch's allocated
+    bytes; with several workers, that of the worker that used most. ``skipped_steps`` is the number
+    of ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last loss scale.
     """
 
     state: State
