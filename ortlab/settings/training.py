@@ -21,11 +21,12 @@ class LimitSettings(Settings):
         alias="epochs",
         short=True,
         minimum=1,
+        panel=True,
         common=True,
         help="passes over the training data",
     )
     max_steps: int | None = setting(
-        None, minimum=1, common=True, help="maximum number of optimizer steps"
+        None, minimum=1, panel=True, common=True, help="maximum number of optimizer steps"
     )
 
 
@@ -42,7 +43,6 @@ class DataSettings(Settings):
         1,
         alias="accumulation",
         minimum=1,
-        panel=True,
         common=True,
         help="micro-batches per optimizer step",
     )
@@ -57,6 +57,7 @@ class OptimSettings(Settings):
 
     loss: str | None = setting(
         None,
+        panel=True,
         common=True,
         help=f"loss function of the notebook, or one of {', '.join(LOSSES)}; "
         "if not set, the loss that the model returns",
@@ -74,6 +75,7 @@ class OptimSettings(Settings):
         "linear",
         alias="schedule",
         choices=("constant", "linear", "cosine"),
+        panel=True,
         help="learning rate schedule after warmup",
     )
     warmup_steps: float = setting(
@@ -83,14 +85,13 @@ class OptimSettings(Settings):
         help="warmup, in which the learning rate rises; below 1, a fraction of the run's steps",
     )
     optimizer: str = setting(
-        "adamw", choices=OPTIMIZERS, help="optimizer; lamb is for large batches"
+        "adamw", choices=OPTIMIZERS, panel=True, help="optimizer; lamb is for large batches"
     )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
     max_grad_norm: float | None = setting(
         1.0,
         alias="clip_norm",
         above=0,
-        panel=True,
         help="maximum norm of all gradients together; larger ones are clipped",
     )
 
@@ -121,7 +122,6 @@ class ParallelSettings(Settings):
     )
     isolated: bool = setting(
         False,
-        panel=True,
         help="train in a separate process, as workers do: if it crashes in native code or runs "
         "out of memory, the run resumes from its last checkpoint and the notebook is not affected",
     )
