@@ -206,7 +206,7 @@ def test_more_settings_by_topic_and_by_search(
     view.get_by_text("more settings").click()
     seed = view.get_by_label("seed", exact=True)
     expect(seed).not_to_be_visible()
-    view.get_by_text("Data", exact=True).click()
+    view.get_by_text("data", exact=True).click()
     expect(seed).to_be_visible()
     for topic in view.locator(".ortlab-panel-topic:not([open]) > summary").all():
         topic.click()

@@ -13,6 +13,7 @@ import "./panel.css";
 
 const TYPING_MS = 200; // time after the last key until the text is sent
 const SLIDER_STEP = 0.05;
+const LONG = 28; // characters that fit into a column
 const WAITING_MS = 700; // time without an answer until the page says that it is waiting
 
 /** Uses aria-disabled instead of `disabled`: a disabled button loses the keyboard focus. */
@@ -289,6 +290,7 @@ export class Form {
       if (anyhow || document.activeElement !== row.slider) row.slider.value = input.value;
     }
     row.root.classList.toggle("ortlab-panel-off", input.disabled);
+    row.root.classList.toggle("ortlab-panel-long", control.held.length > LONG);
     row.root.classList.toggle("ortlab-panel-edited", control.name in this.edits);
     control.choices.forEach(([, reason], i) => {
       input.options[i].disabled = Boolean(reason);
