@@ -208,8 +208,9 @@ def test_more_settings_by_topic_and_by_search(
     expect(seed).not_to_be_visible()
     view.get_by_text("data", exact=True).click()
     expect(seed).to_be_visible()
-    for topic in view.locator(".ortlab-panel-topic:not([open]) > summary").all():
-        topic.click()
+    for topic in view.locator(".ortlab-panel-topic").all():
+        if topic.get_attribute("open") is None:
+            topic.locator("> summary").click()
     assert view.evaluate(CUT_OFF) == []
     screenshot(f"panel-more-{width}-light")
     labels = view.locator(".ortlab-panel-others .ortlab-panel-label:visible")

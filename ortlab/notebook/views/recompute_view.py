@@ -77,6 +77,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         ]
         self._apply = _button("", "Use the selected plans from the next step on", self._apply_ticks)
         self._apply.button_style = "primary"
+        self._apply.layout.align_self = "flex-start"
         self._said = ipywidgets.HTML()
         self._said.add_class("ortlab-said")
         self._before = ipywidgets.HTML()

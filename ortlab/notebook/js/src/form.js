@@ -13,7 +13,7 @@ import "./panel.css";
 
 const TYPING_MS = 200; // time after the last key until the text is sent
 const SLIDER_STEP = 0.05;
-const LONG = 28; // characters that fit into a column
+const LONG = 18; // characters that fit into a narrow column
 const WAITING_MS = 700; // time without an answer until the page says that it is waiting
 
 /** Uses aria-disabled instead of `disabled`: a disabled button loses the keyboard focus. */
