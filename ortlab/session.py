@@ -186,29 +186,33 @@ class ModelReports:
             ValueError: If ORT has no graph of the model yet, or none that holds for any size, or
                 cannot recompute what `settings` ask for.
         """
-        # heavy: torch
-        from ortlab.graph import planned_capture
-        from ortlab.graph.capture import with_loss
-        from ortlab.graph.recompute_plans import plan_for
-        from ortlab.training.run import Run
+        from ortlab.training.run import Run  # heavy: torch
 
         model: nn.Module | None
         if isinstance(target, Run):
             wrapped = self._registry.wrapped_by(target)
             of_ort = wrapped.get("ort")
             whole = wrapped.get("ort_fused") if settings.model.engine == "ort_fused" else None
-            model = wrapped.get("ortmodule") if whole is None else with_loss(whole)
+            model = wrapped.get("ortmodule")
+            if whole is not None:
+                from ortlab.graph.capture import with_loss  # heavy: torch's compiler
+
+                model = with_loss(whole)
         else:
             entry = self._wrapped.entry(target)
             name = None if entry is None else entry.engine.name
             of_ort = target if name == "ort" else None
             model = target if name == "ortmodule" else None
         if settings.model.engine == "ort" and of_ort is not None:
+            from ortlab.graph import planned_capture  # heavy: torch's compiler
+
             record = cast("OrtModel", wrapped_model(of_ort))
             trains = isinstance(target, Run) and not target.over()
             return planned_capture.plan_for(record, settings, trains=trains)
         if model is None:
             raise ValueError(f"engine {settings.model.engine!r} has made no graph of the model")
+        from ortlab.graph.recompute_plans import plan_for  # heavy: torch's compiler
+
         return plan_for(model, settings, choose=functools.partial(self._choose_recompute, model))
 
     def recompute_plans(

@@ -21,12 +21,14 @@ class LimitSettings(Settings):
         alias="epochs",
         short=True,
         minimum=1,
+        panel=True,
         common=True,
         help="passes over the training data",
     )
     max_steps: int | None = setting(
         None,
         minimum=1,
+        panel=True,
         common=True,
         help="number of optimizer steps, however many epochs that is",
     )
@@ -45,7 +47,6 @@ class DataSettings(Settings):
         1,
         alias="accumulation",
         minimum=1,
-        panel=True,
         common=True,
         help="micro-batches per optimizer step",
     )
@@ -60,6 +61,7 @@ class OptimSettings(Settings):
 
     loss: str | None = setting(
         None,
+        panel=True,
         common=True,
         help=f"function of the notebook, or one of {', '.join(LOSSES)}; by default the model's own",
     )
@@ -77,6 +79,7 @@ class OptimSettings(Settings):
         alias="schedule",
         choices=("constant", "linear", "cosine"),
         own=True,
+        panel=True,
         help="learning rate schedule after warmup",
     )
     warmup_steps: float = setting(
@@ -89,6 +92,7 @@ class OptimSettings(Settings):
         "adamw",
         choices=OPTIMIZERS,
         own=True,
+        panel=True,
         help="optimizer, for finetune also one of your own; lamb is for large batches",
     )
     weight_decay: float = setting(0.01, minimum=0, help="decoupled weight decay")
@@ -96,7 +100,6 @@ class OptimSettings(Settings):
         1.0,
         alias="clip_norm",
         above=0,
-        panel=True,
         help="maximum norm of all gradients together; larger ones are clipped",
     )
 
@@ -127,7 +130,6 @@ class ParallelSettings(Settings):
     )
     isolated: bool = setting(
         False,
-        panel=True,
         help="train in a separate process, as workers do: if it crashes in native code or runs "
         "out of memory, the run resumes from its last checkpoint and the notebook is not affected",
     )

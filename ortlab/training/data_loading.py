@@ -248,10 +248,7 @@ def batches(
             f"a {type(data).__name__} can be read only once, but this data is read several times; "
             "pass a list or a DataLoader, or use num_train_epochs=1 to train on it once"
         )
-    own = (
-        f"the {type(data).__name__} makes its own batches; pass the Dataset itself, or set "
-        "the loader's batch_size"
-    )
+    own = own_batches(data)
     _warn_of_batch_size(data, settings.data.batch_size, own)
     return Batches(
         _reader(data, "micro-batches"),
@@ -374,6 +371,23 @@ def _generators(data: Any) -> tuple[torch.Generator, ...]:
 
 def _sampler(batch_sampler: Any) -> Any:
     return getattr(batch_sampler, "sampler", None)
+
+
+def own_batches(data: Any) -> str:
+    """Return why ``batch_size`` has no effect on data that makes its own batches.
+
+    Args:
+        data: The data.
+
+    Returns:
+        The reason, and what to do; "" for samples, which ortlab batches.
+    """
+    if of_samples(data):
+        return ""
+    return (
+        f"the {type(data).__name__} makes its own batches; pass the Dataset itself, or set "
+        "the loader's batch_size"
+    )
 
 
 def of_samples(data: Any) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ortlab.engines.base import Cost
-from ortlab.engines.registry import graph_changes, ignored, refusal
+from ortlab.engines.plan_names import LAYERS
+from ortlab.engines.registry import graph_changes, ignored, refusal, resolved
 from ortlab.settings import Declaration, FinetuneSettings
 from ortlab.training import changes
 
@@ -68,8 +69,9 @@ def controls(
         One control for each setting.
     """
     known = refused(held, chosen, fixed=fixed)
+    used, _ = resolved(chosen)  # once, as "auto" asks several engines
     return [
-        _control(declaration, held, chosen, known, fixed=fixed)
+        _control(declaration, held, chosen, used, known, fixed=fixed)
         for declaration in FinetuneSettings.declarations().values()
     ]
 
@@ -99,6 +101,7 @@ def _control(
     declaration: Declaration,
     held: FinetuneSettings,
     chosen: FinetuneSettings,
+    used: FinetuneSettings,
     known: str | None,
     *,
     fixed: Mapping[str, str] | None,
@@ -122,7 +125,7 @@ def _control(
     )
     others = [each.reason for each in choices if each.text != declaration.show(value)]
     others += [] if offered else [reason(other) for other in _beside(declaration, value)]
-    always = ignored(chosen, name) or (others[0] if others and all(others) else "")
+    always = ignored(used, name) or (others[0] if others and all(others) else "")
     costs: tuple[Cost, ...] = ()
     if fixed is not None and not always:
         now = held[name]
@@ -157,9 +160,10 @@ def _offered(declaration: Declaration) -> Iterator[Any]:
 
 
 def _beside(declaration: Declaration, value: Any) -> Iterator[Any]:
-    """Yield other values of a setting that has many. Valid texts cannot be guessed."""
+    """Yield other values of a setting that has many. Most valid texts cannot be guessed."""
     if declaration.type is str:
-        yield from (name for name in declaration.choices if name != value)
+        known = (LAYERS,) if declaration.name == "recompute" else declaration.choices
+        yield from (name for name in known if name != value)
         return
     number = declaration.type(1 if value is None else value)
     for other in (number + 1, number - 1):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +53,14 @@ def package_version(distribution: str) -> str | None:
     Args:
         distribution: Name of the distribution, as pip spells it.
     """
+    return _version(importlib.metadata.version, distribution, int(time.monotonic()))
+
+
+@functools.lru_cache(maxsize=16)
+def _version(read: Callable[[str], str], distribution: str, _second: int) -> str | None:
+    """Return a version, read once a second: the panel asks hundreds of times in a row."""
     try:
-        return importlib.metadata.version(distribution)
+        return read(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

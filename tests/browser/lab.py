@@ -298,6 +298,7 @@ class Notebook:
     def theme(self, name: str) -> None:
         """Switch JupyterLab's theme as its menu does."""
         self._command("apputils:change-theme", {"theme": name})
+        self.page.wait_for_function("() => !document.getElementById('jupyterlab-splash')")
 
     def close(self) -> None:
         """End the kernel and switch back to the light theme."""

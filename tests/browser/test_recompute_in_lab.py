@@ -1,6 +1,8 @@
-"""Tests of the table of recompute plans in JupyterLab: check boxes, sliders, errors inside it."""
+"""Tests of the table of recompute plans in JupyterLab: ticks and their button, sliders, errors."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -32,17 +34,29 @@ def test_ticks_sliders_and_errors(book: Notebook, page: Page, screenshot: Takes)
     inner = page.get_by_label("bert.encoder.layer.*.attention.self", exact=True)
     said = page.locator(".ortlab-said")
     before = page.get_by_text("without recompute")
+    apply = page.locator(".jp-OutputArea .widget-button.mod-primary")
+    expect(apply).to_have_text("Nothing is recomputed: select plans")
+    expect(apply).to_be_disabled()
     expect(whole).not_to_be_checked()
     inner.check()
+    expect(apply).to_have_text(re.compile(r"^Recompute 4 modules: saves [\d.]+ \w+ \(predicted\)$"))
+    book.run_next(CHOSEN)
+    expect(page.get_by_text("now off", exact=True)).to_be_visible()  # a tick alone applies nothing
+    screenshot("recompute-ticked")
+    apply.click()
     expect(said).to_contain_text("bert.encoder.layer.*.attention.self from the next step on")
+    expect(apply).to_have_text(re.compile("^Recomputing 4 modules: saves "))
+    expect(apply).to_be_disabled()
     page.get_by_role("button", name="all layers").click()
     expect(whole).to_be_checked()
     expect(inner).not_to_be_checked()
+    text = apply.inner_text()
     shown = before.inner_text()
     slider = page.get_by_role("slider").first
     slider.focus()
     page.keyboard.press("ArrowRight")
     expect(before).not_to_have_text(shown)
+    expect(apply).not_to_have_text(text)
     expect(whole).to_be_checked()
     page.get_by_role("button", name="measure").click()
     expect(page.get_by_text("ms (+").first).to_be_visible()
@@ -52,8 +66,14 @@ def test_ticks_sliders_and_errors(book: Notebook, page: Page, screenshot: Takes)
     expect(said).to_contain_text("'much' is not a memory size")
     page.get_by_placeholder("2GiB").fill("4GiB")
     page.keyboard.press("Enter")
-    expect(said).to_contain_text("off from the next step on")
+    expect(said).to_contain_text("off is the fastest that fits")
+    expect(whole).not_to_be_checked()
+    expect(apply).to_have_text(re.compile("^Recompute nothing: takes .* more"))
+    whole.check()
+    page.get_by_placeholder("2GiB").press("Enter")  # the same text once more
     expect(whole).not_to_be_checked()
     whole.check()
+    apply.click()
+    expect(said).to_contain_text("bert.encoder.layer.* from the next step on")
     book.run_next(CHOSEN)
     expect(page.get_by_text("now bert.encoder.layer.*", exact=True)).to_be_visible()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 
@@ -66,9 +66,12 @@ class RunCommands:
         from ortlab.notebook.views.panel import Panel, show  # heavy: torch
 
         name, data = given.words["target"], given.words["data"]
+        trained = session.last_run is not None or bool(session.trainers)
+        if name is None and not trained:
+            name = next(iter(self._variables.names("model")), None)
         value = self._variables.get(name)
         if not is_model(value):
-            if name is not None and session.last_run is None and not session.trainers:
+            if name is not None and not trained:
                 self._variables.model(name)
             show(Panel(_own_run(self._run(name), "panels are for runs of ortlab.finetune")))
             return
@@ -76,16 +79,8 @@ class RunCommands:
         if busy is not None:
             show(Panel(busy))
             return
-
-        def start(settings: dict[str, Any]) -> Run:
-            loss = self._variables.loss(settings.pop("loss", None))
-            return session.finetune(value, train, loss=loss, **settings)
-
-        if data is None:
-            show(Panel(value, name=name))
-        else:
-            train = self._variables.value("loader", data)
-            show(Panel(value, name=name, start=start, data=data))
+        self._variables.optional("loader", data)
+        show(Panel(value, name=name, data=data, variables=self._variables))
 
     def apply(self, given: ParsedCommand) -> None:
         """Change settings of an active run."""

@@ -32,6 +32,10 @@ class Variables:
         found: dict[str, Any] = self._shell.user_ns
         return found
 
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the variables of a kind, as in `Names.of`."""
+        return self._names.of(kind)
+
     def get(self, name: str | None) -> Any:
         """Return the value of a variable; None where there is none or `name` is None."""
         return None if name is None else self.namespace.get(name)

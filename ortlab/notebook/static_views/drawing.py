@@ -26,8 +26,8 @@ COLORS: Final = (
 )
 """Colors of lines, as in js/src/runview.css.
 
-The first three are of Okabe and Ito; all are told apart with every kind of color blindness, and have
-a contrast of at least 3.3:1 on white and on JupyterLab's dark #111111.
+The first three are of Okabe and Ito; all are told apart with every kind of color blindness, and
+have a contrast of at least 3.3:1 on white and on JupyterLab's dark #111111.
 """
 
 P = ParamSpec("P")

@@ -23,7 +23,7 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import PLACE, bundled, print_waiting, publish, still_of
+from ortlab.notebook.views.display import PLACE, Place, bundled, print_waiting, publish, still_of
 from ortlab.notebook.views.pump import Ending, Pump
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.notebook.views.run_feed import WIRE, Feed
@@ -225,7 +225,7 @@ def follow(watched: Watched) -> Live | None:
     in_notebook = getattr(shell, "kernel", None) is not None
     if watched.over():
         if in_notebook:
-            _publish_picture(watched)
+            _publish_result(watched, PLACE.get())
         else:
             print(text(watched), flush=True)
         return None
@@ -320,12 +320,12 @@ def text(watched: Watched) -> str:
 def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     """Display the live charts; return their pump and a function to call if it closes early."""
     place = PLACE.get()
-    display_id = place or uuid.uuid4().hex
+    display_id = place.display_id if place else uuid.uuid4().hex
     still = Still(watched, still_of(display_id))
 
     def finish(live: RunView) -> None:
         still.close()
-        _publish_picture(watched, replacing=display_id)
+        _publish_result(watched, place, replacing=display_id)
         _kept.append(live)
         if len(_kept) > KEPT:
             close_all(_kept.popleft())
@@ -424,6 +424,12 @@ _views: weakref.WeakSet[RunView] = weakref.WeakSet()
 """Views that cells have shown."""
 _kept: deque[RunView] = deque()
 """Views of ended runs, which stay open for pages that were reloaded in the meantime."""
+
+
+def _publish_result(watched: Watched, place: Place | None, *, replacing: str | None = None) -> None:
+    """Display the picture of a run that is over, unless its place is taken back."""
+    if place is None or not place.take_back(watched):
+        _publish_picture(watched, replacing=replacing or (place.display_id if place else None))
 
 
 def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:

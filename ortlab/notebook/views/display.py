@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from IPython.display import publish_display_data
 from ortlab.utils import buttons
 
 if TYPE_CHECKING:
-    pass
+    from ortlab.metrics.recorder import Watched
 
 
 PANEL_OR_RUN = "ortlab-panel-view,ortlab-run"
@@ -21,17 +22,31 @@ PANEL_OR_RUN = "ortlab-panel-view,ortlab-run"
 STATIC = Path(__file__).parents[1] / "static"
 
 
-PLACE: contextvars.ContextVar[str | None] = contextvars.ContextVar("place", default=None)
+@dataclass(frozen=True)
+class Place:
+    """Display that the view of a run replaces.
+
+    Attributes:
+        display_id: Id of the display.
+        take_back: Called with the run when it is over. Shows the earlier content again and returns
+            True, or returns False to leave the place to the run.
+    """
+
+    display_id: str
+    take_back: Callable[[Watched], bool]
+
+
+PLACE: contextvars.ContextVar[Place | None] = contextvars.ContextVar("place", default=None)
 
 
 @contextlib.contextmanager
-def shown_in(display_id: str) -> Iterator[None]:
-    """Replace a display with what is shown inside the `with` block.
+def shown_in(place: Place) -> Iterator[None]:
+    """Replace a display with the view of the run that is started inside the `with` block.
 
     Args:
-        display_id: Id of the display.
+        place: The display.
     """
-    token = PLACE.set(display_id)
+    token = PLACE.set(place)
     try:
         yield
     finally:

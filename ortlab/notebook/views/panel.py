@@ -1,19 +1,22 @@
 """Settings panel of a run, or of a model before a run: controls with costs and unavailable values.
 
 This is the kernel's side: every control is generated from the declaration of its setting, and every
-reason comes from the engines (`ortlab.training.settings_preview`). The browser's side is
-js/src/panel.js, which documents the messages.
+reason comes from the engines (`ortlab.training.settings_preview`). Model, data and loss are chosen
+among the notebook's variables. The browser's side is js/src/form.js, which documents the messages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import functools
+import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anywidget
 import numpy as np
@@ -21,6 +24,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 
 from ortlab.engines.registry import graph_key, resolved
+from ortlab.engines.wrapped_models import is_model
 from ortlab.metrics.recorder import INDEX
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import display
@@ -28,10 +32,19 @@ from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.display import bundled
 from ortlab.notebook.views.pump import Pump
 from ortlab.session import session
-from ortlab.settings import Declaration, FinetuneSettings, ParallelSettings
-from ortlab.training import changes, settings_preview
+from ortlab.settings import (
+    LOSSES,
+    DataSettings,
+    Declaration,
+    FinetuneSettings,
+    LimitSettings,
+    OptimSettings,
+    ParallelSettings,
+)
+from ortlab.training import changes, data_loading, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
+from ortlab.utils.errors import message
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 from ortlab.utils.threads import Thread
@@ -44,8 +57,41 @@ if TYPE_CHECKING:
     from ortlab.settings import EngineSettings
     from ortlab.training.control import ChangeOutcome, ChangeRequest
 
-Start = Callable[[dict[str, Any]], Run]
-"""Starts a run with the given settings."""
+
+class Variables(Protocol):
+    """The notebook's variables, from which a panel takes model, data and loss."""
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the variables of a kind: model, loader or loss."""
+        ...
+
+    def get(self, name: str | None) -> Any:
+        """Return the value of a variable; None if there is none."""
+        ...
+
+    def model(self, name: str) -> nn.Module:
+        """Return a model; raise a ValueError if there is none of that name."""
+        ...
+
+    def value(self, kind: str, name: str) -> Any:
+        """Return the value of a variable; raise a ValueError if there is none of that name."""
+        ...
+
+    def loss(self, name: str | None) -> Any:
+        """Return the loss function of that name, or the name itself if it is one of ortlab."""
+        ...
+
+
+_PLACES: Final = {
+    "model": ("model", "model", "the model to train"),
+    "train": ("training data", "loader", "the data to train on"),
+    "eval_dataset": ("evaluation data", "loader", "held-out data to evaluate the model on"),
+}
+"""What a run takes from the notebook: argument -> label, kind of variables, help."""
+_FIRST: Final = ("loss", LimitSettings.title, DataSettings.title, OptimSettings.title)
+"""Setting and topics that come first in the panel, loss beside the data that it is computed of."""
+_MEANT: Final = (("loss", r"\bloss"), ("train", r"\b(batch|data)\b"))
+"""Control -> words of errors that are about it and name no setting with its value."""
 
 
 class Panel:
@@ -57,8 +103,8 @@ class Panel:
     Args:
         target: The run, or the model before its run.
         name: Name of the model in the notebook.
-        start: Starts a run of the model; the panel has a start button only with it.
-        data: Name of the training data in the notebook.
+        data: Name of the training data in the notebook; None if the user has yet to choose it.
+        variables: The notebook's variables; the panel can start a run only with them.
     """
 
     def __init__(
@@ -66,34 +112,35 @@ class Panel:
         target: Run | nn.Module,
         *,
         name: str = "model",
-        start: Start | None = None,
-        data: str = "DATA",
+        data: str | None = None,
+        variables: Variables | None = None,
     ) -> None:
         self.run = target if isinstance(target, Run) else None
-        self._target = target
-        self._name = name
-        self._data = data  # name of the data in the notebook
-        self._start = start
+        self._model = target
+        self._variables = variables
+        self._named = {"model": name, "train": data or "", "eval_dataset": ""}
         self.started_in: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Context in which a run is started; it selects the output that displays the run."""
         self._fixed = self.run.fixed if self.run else None
-        self._held = self._holds()
         self._edits: dict[str, str] = {}
+        self._held = self._holds()
         self._serial = 0
         self._asked: ChangeRequest | None = None  # last change whose outcome was not shown yet
         self._result = ("", "")
+        self._failed: dict[str, str] = {}  # control -> reason of a start that failed because of it
         self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
         self._opened = False  # predictions are not needed before
         self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
+        self._found: list[Control] = []
         self._sent: dict[str, Any] = {}
 
     @property
     def title(self) -> str:
         """Name of the run or the model."""
-        return self.run.name if self.run else self._name
+        return self.run.name if self.run else self._chosen_name("model")
 
     def receive(self, content: Mapping[str, Any]) -> None:
         """Handle a message of the browser: edit, apply, undo, checkpoint, start or open.
@@ -105,8 +152,11 @@ class Panel:
         """
         verb = content["do"]
         if "edits" in content:
-            self._edits, self._serial = dict(content["edits"]), content["serial"]
+            before, self._edits = self._edits, dict(content["edits"])
+            self._serial = content["serial"]
             self._result = ("", "")
+            if any(name in self._failed for name, _ in before.items() ^ self._edits.items()):
+                self._failed = {}
         self._opened = True
         acts: dict[str, Callable[[], None]] = {
             "apply": self.apply,
@@ -115,10 +165,11 @@ class Panel:
             "start": self.start,
         }
         if verb in acts:
+            self._failed = {}
             try:
                 acts[verb]()
             except (ValueError, RuntimeError) as error:
-                self._result = ("refused", str(error))
+                self._refuse(str(error))
 
     def apply(self) -> None:
         """Request the run to apply the edits.
@@ -149,41 +200,78 @@ class Panel:
         Thread(self._keep, name="ortlab-checkpoint").start()
 
     def start(self) -> None:
-        """Start a run of the model with the edited settings.
+        """Start a run of the model with the edited settings, which the panel keeps.
 
         Raises:
             ValueError: If an edit is not a valid value, or the run cannot be started with it.
         """
-        assert self._start is not None
+        assert self._variables is not None
         values, wrong = self._values()
+        chosen = self._chosen(values, wrong)
         if wrong:
             raise ValueError("; ".join(wrong.values()))
+        given: dict[str, Any] = {}
+        for place, (label, kind, _) in _PLACES.items():
+            name = self._chosen_name(place)
+            try:
+                if place == "train" and not name:
+                    raise ValueError(f"choose the {label}")
+                given[place] = self._variables.value(kind, name) if name else None
+                if kind == "loader" and name:
+                    evaluation = place == "eval_dataset"
+                    data_loading.batches(given[place], chosen, evaluation=evaluation)
+            except ValueError as error:
+                self._refuse(str(error), place)
+                return
+        given["loss"] = self._variables.loss(values.pop("loss", None))
         with self.started_in():
-            run = self._start(values)
-        self._edits = {}
-        self._result = ("done", f"{run.name} started")
+            run = session.finetune(**given, **values)
+        if self._result[0] != "refused":  # it may have failed already
+            self._result = ("done", f"{run.name} started")
+
+    def failed_at_start(self, run: Watched) -> bool:
+        """Show the error of a run that the panel started, if it failed before its first step.
+
+        Args:
+            run: The run, which is over.
+
+        Returns:
+            True if it failed and the panel is needed again.
+        """
+        if not isinstance(run, Run) or run.error is None or run.step:
+            return False
+        said = "\n".join((message(run.error), *getattr(run.error, "__notes__", ())))
+        self._refuse(said)
+        return True
+
+    def _refuse(self, why: str, *controls: str) -> None:
+        """Show an error, and mark the controls that it is about."""
+        self._failed = dict.fromkeys(controls or _about(why), why)
+        self._result = ("refused", f"not started: {why}" if self._variables else why)
 
     def news(self) -> dict[str, Any]:
         """Return the changes of ``controls`` and ``standing`` since the last call, as JSON."""
         with self._lock:
             self._hear()
+            self._follow_model()
             held = self._holds()
             if held != self._held:
                 self._held = held
                 # An edit that is in effect now is no longer an edit; newer edits still are.
                 values, wrong = self._values()
-                left = {*values, *wrong}
+                left = {*values, *wrong, *_PLACES}
                 self._edits = {name: text for name, text in self._edits.items() if name in left}
             values, wrong = self._values()
             chosen = self._chosen(values, wrong)
             over = self.run is not None and self.run.over()
             key = (held, chosen, over)
             found: dict[str, Any] = {}
-            if key != self._key:
-                self._key = key
+            if changed := key != self._key:
+                self._key, self._found = key, self._controls(held, chosen)
+            if changed or self._variables is not None:  # the notebook may have new variables
                 found["controls"] = [
-                    _json(each, held)
-                    for each in settings_preview.controls(held, chosen, fixed=self._fixed)
+                    *self._places(),
+                    *(_json(self._of_variables(each), held) for each in self._found),
                 ]
             begun = self.run is not None and self.run.step > 0
             if self._opened and (key, begun) != self._foreseen_of:
@@ -197,7 +285,7 @@ class Panel:
     def table(self) -> Table[Control]:
         """Return the panel as a table: settings, values, costs, unavailable values, code line."""
         held = self._holds()
-        found = settings_preview.controls(held, held, fixed=self._fixed)
+        found = self._controls(held, held)
         front = [each for each in found if each.declaration.panel]
         defaults = {name: each.default for name, each in FinetuneSettings.declarations().items()}
         others = [
@@ -209,7 +297,7 @@ class Panel:
         notes = [f"{len(found) - len(shown)} more settings have their default values"]
         notes += filter(None, [resolved(held)[1]])
         if self.run is None:
-            notes.append(f"to train: %ort finetune {self._name} {self._data} --lr 1e-4")
+            notes.append(f"to train: {self._line({})} --lr 1e-4")
         elif self.run.over():
             notes.append(f"{self.run.name} has ended ({self.run.state}): no setting can be changed")
         else:
@@ -219,16 +307,64 @@ class Panel:
             notes.append("to revert the last change: run.undo(), or %ort undo")
         return Table(shown, _COLUMNS if self.run else _COLUMNS_BEFORE, notes=notes)
 
+    def _chosen_name(self, place: str) -> str:
+        return self._edits.get(place, self._named[place])
+
+    def _follow_model(self) -> None:
+        """Turn to the model that the user chose, or that its variable has by now."""
+        if self._variables is None:
+            return
+        value = self._variables.get(self._chosen_name("model"))
+        if value is not self._model and is_model(value):
+            self._model, self._plans, self._foreseen_of = value, {}, None
+
+    def _places(self) -> Iterator[dict[str, Any]]:
+        """Yield the controls of model and data."""
+        if self._variables is None:
+            return
+        for place, (label, kind, told) in _PLACES.items():
+            held, blank = self._named[place], [] if place == "model" else [""]
+            names = (*blank, *self._variables.names(kind), held, self._chosen_name(place))
+            yield _described(
+                name=place,
+                label=label,
+                help=told,
+                front=True,
+                held=held,
+                choices=[[name, ""] for name in dict.fromkeys(names)],
+                says={"": "none" if place == "eval_dataset" else "choose…"},
+            )
+
+    def _controls(self, held: FinetuneSettings, chosen: FinetuneSettings) -> list[Control]:
+        """Return the controls of all settings in the panel's order."""
+        found = settings_preview.controls(held, chosen, fixed=self._fixed)
+        return sorted(found, key=lambda each: _order(each.declaration))
+
+    def _of_variables(self, control: Control) -> Control:
+        """Return a control with what the notebook's variables offer or rule out."""
+        name, variables = control.declaration.name, self._variables
+        if variables is not None and name == "loss":
+            shown = control.declaration.show(control.value)
+            losses = dict.fromkeys(("none", *LOSSES, *variables.names("loss"), shown))
+            return dataclasses.replace(control, choices=tuple(map(SettingPreview, losses)))
+        if variables is not None and name == "batch_size":
+            data = variables.get(self._chosen_name("train"))
+            own = "" if data is None else data_loading.own_batches(data)
+            return dataclasses.replace(control, reason=control.reason or own)
+        return control
+
     def _holds(self) -> FinetuneSettings:
         if self.run is not None:
             return self.run.current_settings
-        entry = session.wrapped.entry(self._target)
+        entry = session.wrapped.entry(self._model)
         return FinetuneSettings.of({} if entry is None else entry.settings.as_dict())
 
     def _values(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the edits that differ from the settings in effect, and errors of invalid edits."""
         values, wrong = {}, {}
         for name, text in self._edits.items():
+            if name in _PLACES:
+                continue
             declaration = FinetuneSettings.declarations()[name]
             try:
                 value = declaration.check(declaration.parse(_typed(text, declaration.optional)))
@@ -245,7 +381,7 @@ class Panel:
         try:
             return self._held.replace(**values)
         except ValueError as error:  # each value is valid, but they conflict
-            wrong[list(values)[-1]] = str(error)
+            wrong |= dict.fromkeys(_about(str(error)) or list(values)[-1:], str(error))
             return self._held
 
     def _ask(self, request: ChangeRequest) -> None:
@@ -300,10 +436,10 @@ class Panel:
             "title": self.title,
             "state": self.run.state if self.run else "",
             "over": over,
-            "startable": self._start is not None,
+            "startable": self._variables is not None,
             "serial": self._serial,
             "edits": dict(self._edits),
-            "wrong": dict(wrong),
+            "wrong": self._failed | dict.fromkeys(_about(blocked or ""), blocked) | dict(wrong),
             "blocked": blocked or "",
             "pending": [_difference(name, *pair) for name, pair in differs.items()],
             "cost": cost,
@@ -317,14 +453,15 @@ class Panel:
 
     def _line(self, differs: Mapping[str, tuple[Any, Any]]) -> str:
         """Return the line of code that has the same effect."""
-        if not differs:
-            return ""
-        declared = FinetuneSettings.declarations()
         if self.run is not None:
             values = (f"{name}={value!r}" for name, (value, _) in differs.items())
-            return f"run.apply({', '.join(values)})"
-        words = (declared[name].typed(value) for name, (value, _) in differs.items())
-        return f"%ort finetune {self._name} {self._data} {' '.join(words)}"
+            return f"run.apply({', '.join(values)})" if differs else ""
+        declared = FinetuneSettings.declarations()
+        model, data, evaluation = map(self._chosen_name, _PLACES)
+        words = [declared[name].typed(value) for name, (value, _) in differs.items()]
+        if evaluation:
+            words.insert(0, f"--eval-dataset {evaluation}")
+        return " ".join(["%ort finetune", model, data or "DATA", *words])
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
         """Return the current and predicted peak memory of a step, from the plan of ORT's graph."""
@@ -350,7 +487,7 @@ class Panel:
             if key not in self._plans:
                 # Only plans of the settings in effect stay cached.
                 kept = {known: plan for known, plan in self._plans.items() if known[0] is key[0]}
-                self._plans = {**kept, key: session.plan_for(self._target, settings)}
+                self._plans = {**kept, key: session.plan_for(self._model, settings)}
         # Some graphs cannot be planned; the panel also works without a prediction.
         except Exception as error:  # noqa: BLE001
             return None, str(error)
@@ -405,22 +542,46 @@ def _undone(held: FinetuneSettings, earlier: FinetuneSettings) -> str:
     return ", ".join(_difference(name, *pair) for name, pair in _differing(held, earlier).items())
 
 
+def _order(declaration: Declaration) -> int:
+    """Return where a control stands; those of equal numbers are in the order of declaration."""
+    places = {key: at for at, key in enumerate(_FIRST)}
+    other = places.get(declaration.topic, len(_FIRST))
+    return places.get(declaration.name, other)
+
+
+def _about(error: str) -> list[str]:
+    """Return the controls that an error is about: settings that it names, else loss or data."""
+    said = error.partition("; ")[0]
+    declared = FinetuneSettings.declarations()
+    found = [name for name in declared if re.search(rf"\b{name}(=| ')", said)]
+    return found or [name for name, words in _MEANT if re.search(words, error)][:1]
+
+
 def _json(control: Control, held: FinetuneSettings) -> dict[str, Any]:
     declaration = control.declaration
-    return {
-        "name": declaration.name,
-        "help": declaration.help,
-        "unit": declaration.unit,
-        "topic": declaration.topic,
-        "front": declaration.panel,
-        "number": declaration.type in (int, float),
-        "range": _range(declaration),
-        "optional": declaration.optional,
-        "held": declaration.show(held[declaration.name]),
-        "choices": [[choice.text, choice.reason] for choice in control.choices],
-        "reason": control.reason,
-        "costs": list(control.costs),
-    }
+    return _described(
+        name=declaration.name,
+        label=declaration.name.replace("_", " "),
+        alias=declaration.alias,
+        help=declaration.help,
+        unit=declaration.unit,
+        topic=declaration.topic,
+        front=declaration.panel,
+        number=declaration.type in (int, float),
+        range=_range(declaration),
+        optional=declaration.optional,
+        held=declaration.show(held[declaration.name]),
+        choices=[[choice.text, choice.reason] for choice in control.choices],
+        says={"none": "the model's own"} if declaration.name == "loss" else {},
+        reason=control.reason,
+        costs=list(control.costs),
+    )
+
+
+def _described(**control: Any) -> dict[str, Any]:
+    """Return a control as the browser expects it; what is not given has no effect there."""
+    nothing = {"alias": "", "unit": "", "topic": "", "number": False, "range": []}
+    return {**nothing, "optional": False, "says": {}, "reason": "", "costs": [], **control}
 
 
 def _range(declaration: Declaration) -> list[float]:
@@ -494,15 +655,25 @@ class PanelView(anywidget.AnyWidget):
             _esm=bundled("panel.js"), _css=bundled("panel.css"), still=still, **panel.news()
         )
         self.on_msg(self._receive)
+        self._shell = get_ipython() if panel.run is None else None
         if panel.run is not None:
-            self._pump = Pump(panel.run, self._send_news, self._send_news)
+            self._pump = Pump(panel.run, self.send_news, self.send_news)
+        if self._shell is not None:
+            self._shell.events.register("post_run_cell", self._cell_ran)
 
     def close(self) -> None:
         """Close the panel in every browser; the run continues."""
         pump = getattr(self, "_pump", None)  # ipywidgets also closes widgets whose __init__ failed
         if pump is not None:
             pump.close()
+        if (shell := getattr(self, "_shell", None)) is not None:
+            shell.events.unregister("post_run_cell", self._cell_ran)
+            self._shell = None
         super().close()
+
+    def _cell_ran(self, _: object = None) -> None:
+        """Offer the variables that the notebook has now."""
+        self.send_news()
 
     def _receive(self, _: PanelView, content: dict[str, Any], __: list[bytes]) -> None:
         """Handle a click in the kernel's main thread; slow work goes to another thread."""
@@ -512,11 +683,12 @@ class PanelView(anywidget.AnyWidget):
         else:
             self._panel.receive(content)
         if self._pump is None or self._pump.finished:
-            Thread(self._send_news, name="ortlab-panel").start()
+            Thread(self.send_news, name="ortlab-panel").start()
         else:
             self._pump.wake()
 
-    def _send_news(self) -> None:
+    def send_news(self) -> None:
+        """Send what has changed to every browser."""
         for name, value in self._panel.news().items():
             setattr(self, name, value)
 
@@ -525,7 +697,8 @@ def show(panel: Panel) -> None:
     """Show the panel in the running cell, or print it as text outside of a notebook.
 
     It is also printed as text, after an error message, if the package has no JavaScript. A run that
-    is started from the panel replaces the panel in the output.
+    is started from the panel replaces the panel in the output, and the panel returns if the run
+    fails before its first step.
 
     Args:
         panel: The panel to show.
@@ -536,7 +709,6 @@ def show(panel: Panel) -> None:
         return
     display_id = uuid.uuid4().hex
     mark = display.still_of(display_id)
-    panel.started_in = lambda: display.shown_in(display_id)
     try:
         view = PanelView(panel, mark)
     except RuntimeError as error:
@@ -544,6 +716,19 @@ def show(panel: Panel) -> None:
         return
     ends_with_cell(lambda: close_all(view))
     data, metadata = view._repr_mimebundle_() or ({}, {})
-    display.publish({**data, "text/plain": panel.title}, metadata, display_id)
+    data["text/plain"] = panel.title
     page = display.still(mark, display.PANEL_OR_RUN, table._repr_html_())
-    display.publish({"text/plain": repr(table), "text/html": page}, {}, mark)
+    still = {"text/plain": repr(table), "text/html": page}
+
+    def take_back(run: Watched) -> bool:
+        if not panel.failed_at_start(run):
+            return False
+        view.send_news()
+        # As for a run's picture: the display id alone determines where it is shown.
+        for shown, about, where in ((data, metadata, display_id), (still, {}, mark)):
+            contextvars.Context().run(display.publish, shown, about, where, update=True)
+        return True
+
+    panel.started_in = lambda: display.shown_in(display.Place(display_id, take_back))
+    display.publish(data, metadata, display_id)
+    display.publish(still, {}, mark)

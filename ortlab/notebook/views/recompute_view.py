@@ -6,7 +6,7 @@ It consists of Jupyter's own controls, which support labels, keyboard and themes
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -28,8 +28,9 @@ _WIDTHS = "minmax(180px, max-content) repeat(4, minmax(70px, max-content))"
 class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
     """Control for recompute plans.
 
-    Checkboxes choose plans from the next step on; sliders only change the sizes that the figures
-    are for. Errors are shown below the table and not raised in the kernel.
+    Checkboxes select plans, and a button that says what they save applies them from the next step
+    on; sliders only change the sizes that the figures are for. Errors are shown below the table and
+    not raised in the kernel.
 
     Args:
         plans: The model's recompute plans.
@@ -58,17 +59,25 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
             continuous_update=False,
             layout=ipywidgets.Layout(width="200px"),
         )
-        self._budget.observe(lambda _: self._choose_least(), names="value")
+        self._budget.observe(lambda _: self._select_least(), names="value")
+        self._budget.on_msg(self._entered)
         buttons = [
-            _button("all layers", "Recompute every list of layers", lambda: self._choose_all()),
-            _button("none", "Keep every activation", lambda: self._choose(OFF)),
+            _button(
+                "all layers",
+                "Recompute every list of layers",
+                lambda: self._select(self._plans.layers),
+            ),
+            _button("none", "Keep every activation", lambda: self._select(())),
             _button("measure", "Time the model's own steps", self._measure),
             _button(
                 "fastest that fits",
-                "Choose the fastest plan that fits into the memory on the left",
-                self._choose_least,
+                "Select the fastest plan that fits into the memory on the left",
+                self._select_least,
             ),
         ]
+        self._apply = _button("", "Use the selected plans from the next step on", self._apply_ticks)
+        self._apply.button_style = "primary"
+        self._apply.layout.align_self = "flex-start"
         self._said = ipywidgets.HTML()
         self._said.add_class("ortlab-said")
         self._before = ipywidgets.HTML()
@@ -81,10 +90,12 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
                     [*buttons[:3], self._budget, buttons[3]],
                     layout=ipywidgets.Layout(flex_flow="row wrap"),
                 ),
+                self._apply,
                 self._said,
             ]
         )
         self._draw()
+        self._select(self._plans.parts(self._plans.chosen))
 
     def _table(self) -> ipywidgets.GridBox:
         cells: list[Any] = [ipywidgets.HTML(f"<b>{head}</b>") for head in _HEADS]
@@ -100,51 +111,86 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         return ipywidgets.GridBox(cells, layout=layout)
 
     def _draw(self) -> None:
-        """Show the chosen plans and the savings of each plan for the sliders' sizes."""
-        chosen = self._plans.parts(self._plans.chosen)
+        """Show the savings of each plan for the sliders' sizes."""
+        for plan, cells in self._figures.items():
+            texts = _figures(self._plans.savings(plan), self._plans)
+            for cell, text in zip(cells, texts, strict=True):
+                cell.value = html.escape(text)
+
+    def _selected(self) -> list[str]:
+        """Return the ticked plans; those within another one add nothing to it."""
+        ticked = [plan for plan, tick in self._ticks.items() if tick.value]
+        return [p for p in ticked if not any(p.startswith(f"{other}.") for other in ticked)]
+
+    def _select(self, plans: Collection[str]) -> None:
+        """Tick plans and no others."""
         self._listening = False
         for plan, tick in self._ticks.items():
-            tick.value = plan in chosen
-            for cell, text in zip(
-                self._figures[plan], _figures(self._plans.savings(plan), self._plans), strict=True
-            ):
-                cell.value = html.escape(text)
+            tick.value = plan in plans
         self._listening = True
-        without, now = self._plans.memory(OFF), self._plans.memory(self._plans.chosen)
-        self._before.value = html.escape(
-            f"peak memory: {memory(without.peak_bytes())} without recompute, "
-            f"{memory(now.peak_bytes())} with the selected plans"
-        )
+        self._said_of(self._offer)
 
     def _ticked(self, _: object) -> None:
         if self._listening:
-            ticked = [plan for plan, tick in self._ticks.items() if tick.value]
-            self._choose(",".join(ticked) or OFF)
+            self._said_of(self._offer)
+
+    def _offer(self) -> str:
+        """Say on the button what the ticks save. Returns an empty text."""
+        plans, plan = self._selected(), ",".join(self._selected()) or OFF
+        self._apply.disabled, self._apply.description = True, "not possible"
+        saving, active = self._plans.savings(plan), self._plans.parts(self._plans.chosen)
+        same = set(self._plans.parts(plan)) == set(active)
+        self._apply.description = _effect(plans, saving, self._plans, active=same)
+        self._apply.disabled = same
+        peak = self._plans.memory(plan).peak_bytes()
+        self._before.value = html.escape(
+            f"peak memory: {memory(self._plans.memory(OFF).peak_bytes())} without recompute, "
+            f"{memory(peak)} with the selected plans"
+        )
+        return ""
+
+    def _apply_ticks(self) -> None:
+        plan = ",".join(self._selected()) or OFF
+        self._said_of(lambda: self._take(plan))
+
+    def _take(self, plan: str) -> str:
+        self._plans.choose(plan)
+        self._offer()
+        return f"{plan} from the next step on"
 
     def _sized(self, _: object) -> None:
         sizes = {name: slider.value for name, slider in self._sliders.items()}
         self._plans = self._plans.at(**sizes)
         self._draw()
+        self._said_of(self._offer)
 
-    def _choose_all(self) -> None:
-        self._choose(",".join(self._plans.layers) or OFF)
+    def _entered(self, _: object, content: Mapping[str, Any], __: object) -> None:
+        """Select again when Enter is pressed in a field that has not changed."""
+        if content.get("event") == "submit":
+            self._select_least()
 
-    def _choose_least(self) -> None:
+    def _select_least(self) -> None:
         if not self._budget.value.strip():
             self._say("enter the available memory, for example 2GiB")
             return
-        self._said_of(lambda: self._take(self._plans.least_time(self._budget.value)))
 
-    def _choose(self, plan: str) -> None:
-        self._said_of(lambda: self._take(plan))
+        def select() -> str:
+            plan = self._plans.least_time(self._budget.value)
+            self._draw()  # it may have measured
+            self._select(self._plans.parts(plan))
+            return f"{plan} is the fastest that fits; the button applies it"
 
-    def _take(self, plan: str) -> str:
-        self._plans.choose(plan)
-        return f"{plan} from the next step on"
+        self._said_of(select)
 
     def _measure(self) -> None:
         self._say("timing the model's own steps")
-        self._said_of(lambda: str(self._plans.measure() and "measured"))
+
+        def measure() -> str:
+            self._plans.measure()
+            self._draw()
+            return "measured"
+
+        self._said_of(measure)
 
     def _said_of(self, act: Callable[[], str]) -> None:
         """Run an action and show its result or error; timing a model may raise any exception."""
@@ -152,7 +198,6 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
             self._say(act())
         except Exception as error:  # noqa: BLE001
             self._say(str(error) or type(error).__name__)
-        self._draw()
 
     def _say(self, text: str) -> None:
         self._said.value = html.escape(text)
@@ -177,6 +222,32 @@ def _steps(size: int) -> list[int]:
         step *= 2
         found.add(step)
     return sorted(found)
+
+
+def _effect(plans: Sequence[str], saving: Saving, of: RecomputePlans, *, active: bool) -> str:
+    """Return the text of the button that applies plans.
+
+    Args:
+        plans: The selected plans.
+        saving: What they save together.
+        of: All plans of the model.
+        active: Whether they are active already.
+    """
+    if not plans:
+        if active:
+            return "Nothing is recomputed: select plans"
+        return (
+            f"Recompute nothing: takes {signed(of.savings(of.chosen).peak_bytes)} more (predicted)"
+        )
+    modules = saving.occurrences
+    budgets = [plan for plan in plans if plan.startswith("budget")]
+    what = [f"{modules} module{'s' * (modules != 1)}"] if modules else []
+    effect = "saves" if saving.peak_bytes >= 0 else "takes"
+    more = "" if saving.peak_bytes >= 0 else " more"
+    return (
+        f"{'Recomputing' if active else 'Recompute'} {' and '.join([*what, *budgets])}: "
+        f"{effect} {memory(abs(saving.peak_bytes))}{more} (predicted)"
+    )
 
 
 def _figures(row: Saving, plans: RecomputePlans) -> tuple[str, ...]:

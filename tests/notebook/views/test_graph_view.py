@@ -292,7 +292,8 @@ def test_names_of_parameters_and_modules_stay_text() -> None:
     ]
     memory = ortlab.memory_plan(model, batch)
     view = recompute_view.RecomputeView(plans)
-    view._choose_all()
+    view._select(plans.layers)
+    view._apply_ticks()
     assert all(not tick.description_allow_html for tick in view._ticks.values())
     pages = {
         "graph": "".join(still["text/html"] for still in stills) + graphs._repr_html_(),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.graph import planned_capture
+from ortlab.notebook.magics.variables import Variables
 from ortlab.notebook.views import panel as panels
 from ortlab.notebook.views.panel import Panel
 from ortlab.session import session
-from ortlab.settings import PRECISIONS, FinetuneSettings
+from ortlab.settings import LOSSES, PRECISIONS, FinetuneSettings
 from ortlab.training.run import Run
 from tests.support.needed_engines import needs
 from tests.support.notebook_outputs import execute
@@ -404,26 +406,131 @@ def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Mod
         assert run.wait_over(20)
 
 
+def of_notebook(names: dict[str, Any], **given: Any) -> Page:
+    """Return the panel of `names["net"]` in a notebook with these variables."""
+    shell: Any = SimpleNamespace(user_ns=names, user_ns_hidden={})
+    return Page(Panel(names["net"], name="net", variables=Variables(shell), **given))
+
+
+def started() -> Run:
+    assert session.last_run is not None
+    return session.last_run
+
+
+def texts(page: Page, name: str) -> list[str]:
+    return [text for text, _ in page.controls[name]["choices"]]
+
+
 def test_a_models_panel_starts_a_run_with_what_was_edited(data: Gated) -> None:
     data.open.set()
-    model = nn.Linear(8, 4)
-    started: list[Run] = []
-
-    def start(settings: dict[str, Any]) -> Run:
-        started.append(session.finetune(model, data, **settings))
-        return started[0]
-
-    page = Page(Panel(model, name="net", start=start, data="train"))
+    model, held_out = nn.Linear(8, 4), TensorDataset(data.tensors[0], data.tensors[1])
+    page = of_notebook({"net": model, "train": data, "valid": held_out}, data="train")
     edits = {"loss": "cross_entropy", "engine": "eager", "max_steps": "3", "device": "cpu"}
+    edits["eval_dataset"] = "valid"
     page.send("edit", **edits)
     assert page.standing["line"] == (
-        "%ort finetune net train --engine eager --max-steps 3 --loss cross_entropy --device cpu"
+        "%ort finetune net train --eval-dataset valid --engine eager --max-steps 3 "
+        "--loss cross_entropy --device cpu"
     )
     assert page.controls["batch_size"]["reason"] == ""
     page.send("start", **edits)
-    assert page.wait("done") == f"{started[0].name} started"
-    assert started[0].result(20).steps == 3
-    assert started[0].settings.model.engine == "eager"
+    run = started()
+    assert page.wait("done") == f"{run.name} started"
+    assert run.result(20).steps == 3
+    assert run.settings.model.engine == "eager"
+    assert run.result(20).after is not None, "the data to evaluate on was passed on"
+
+
+def test_model_data_and_loss_are_chosen_among_the_variables(data: Gated) -> None:
+    data.open.set()
+    called = []
+
+    def focal(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        called.append(target)
+        return nn.functional.cross_entropy(scores, target)
+
+    names: dict[str, Any] = {"net": nn.Linear(8, 4), "other": nn.Linear(8, 4), "focal": focal}
+    page = of_notebook(names | {"train": data})
+    assert list(page.controls)[:4] == ["model", "train", "eval_dataset", "loss"]
+    assert texts(page, "model") == ["net", "other"]
+    assert texts(page, "train") == texts(page, "eval_dataset") == ["", "train"]
+    assert texts(page, "loss") == ["none", *LOSSES, "focal"]
+    assert page.controls["loss"]["says"] == {"none": "the model's own"}
+    edits = {"model": "other", "train": "train", "loss": "focal", "engine": "eager"}
+    page.send("start", **edits, max_steps="1", device="cpu")
+    assert page.wait("done").endswith("started"), page.standing
+    run = started()
+    assert run.result(20).steps == 1
+    assert called
+    assert page.standing["title"] == "other"
+
+
+def test_variables_that_appear_later_are_offered() -> None:
+    names: dict[str, Any] = {"net": nn.Linear(8, 4)}
+    page = of_notebook(names)
+    assert texts(page, "train") == [""]
+    names["rows"] = DataLoader(TensorDataset(torch.randn(8, 8)))
+    page.hear()
+    assert texts(page, "train") == ["", "rows"]
+    page.send("edit", train="rows")
+    assert page.controls["batch_size"]["reason"].startswith("the DataLoader makes its own batches")
+
+
+@pytest.mark.parametrize(
+    ("edits", "marked", "said"),
+    [
+        ({"train": ""}, {"train"}, "choose the training data"),
+        ({"train": "gone"}, {"train"}, "nothing is called 'gone'"),
+        ({"model": "gone"}, {"model"}, "nothing is called 'gone'"),
+        ({"eval_dataset": "empty"}, {"eval_dataset"}, "the data is empty"),
+        ({"loss": "focl"}, {"loss"}, "loss='focl'"),
+        ({"learning_rate": "fast"}, {"learning_rate"}, "takes a number, not 'fast'"),
+        ({"zero_stage": "1"}, {"zero_stage", "workers"}, "needs at least 2 workers"),
+        ({"engine": "eager", "recompute": "layers"}, {"recompute"}, "is for engines 'ort'"),
+        ({"warmup_steps": "1.5"}, {"warmup_steps"}, "must be a whole number of steps"),
+        ({"keep_best": "loss"}, {"keep_best"}, "keep_best='loss'"),
+    ],
+)
+def test_a_start_that_is_refused_marks_the_control_and_keeps_the_edits(
+    edits: dict[str, str], marked: set[str], said: str, data: Gated
+) -> None:
+    page = of_notebook({"net": nn.Linear(8, 4), "train": data, "empty": []}, data="train")
+    before = len(session.runs)
+    page.send("start", **edits)
+    assert said in page.wait("refused")
+    assert page.standing["result"][1].startswith("not started: ")
+    assert set(page.standing["wrong"]) == marked
+    assert all(said in why for why in page.standing["wrong"].values())
+    assert page.standing["edits"] == edits
+    assert len(session.runs) == before
+    page.send("edit", seed="1")
+    assert page.standing["wrong"] == {}
+
+
+def test_a_run_that_fails_before_its_first_step_marks_the_control(data: Gated) -> None:
+    data.open.set()
+    page = of_notebook({"net": nn.Linear(8, 4), "train": data}, data="train")
+    page.send("start", engine="eager", device="cpu", seed="3")
+    run = started()
+    assert run.wait_over(20)
+    assert page.panel.failed_at_start(run)
+    page.hear()
+    assert "if its last item is the target, name a loss" in page.wait("refused")
+    assert set(page.standing["wrong"]) == {"loss"}
+    assert page.standing["edits"] == {"engine": "eager", "device": "cpu", "seed": "3"}
+    page.send("start", engine="eager", device="cpu", loss="cross_entropy", max_steps="2")
+    assert started().result(20).steps == 2
+    assert not page.panel.failed_at_start(started())
+    assert page.standing["wrong"] == {}
+
+
+def test_what_the_engine_lacks_is_greyed(data: Gated) -> None:
+    page = of_notebook({"net": nn.Linear(8, 4), "train": data}, data="train")
+    page.send("edit", engine="eager")
+    assert "is for engines 'ort' and 'ortmodule'" in page.controls["recompute"]["reason"]
+    assert page.controls["activation_budget"]["reason"] == "engine 'eager' has no activation budget"
+    page.send("edit", engine="eager", recompute="layers")  # typed before the engine was chosen
+    assert page.controls["recompute"]["reason"] == "", "it can be corrected"
 
 
 def test_a_loop_of_the_users_own_has_no_panel() -> None:
@@ -437,12 +544,12 @@ def rows_of(text: str) -> dict[str, str]:
 def test_text_says_values_costs_reasons_and_what_to_type(run: Run) -> None:
     text = repr(Panel(run).table())
     rows = rows_of(text)
-    assert list(rows)[:3] == ["setting", "engine", "precision"]
+    assert list(rows)[:4] == ["setting", "loss", "num_train_epochs", "max_steps"]
     assert "free" in rows["learning_rate"]
     assert "5e-05" in rows["learning_rate"]
     assert "precision='tf32' is for CUDA devices" in rows["precision"]
     assert "free" in rows["batch_size"]
-    assert "loss" in rows, "what differs from its default is shown, too"
+    assert "device" in rows, "what differs from its default is shown, too"
     assert "seed" not in rows
     assert "run.apply(learning_rate=1e-4), or %ort apply --lr 1e-4" in text
 

@@ -1,10 +1,11 @@
 // The settings as controls, created from the kernel's description; only the kernel validates them.
 //
 // The kernel updates two traits:
-//   controls  [{name, help, unit, topic, front, number, range, optional, held, value, choices: [[text, reason]],
-//             reason, costs}, ...]; an empty reason means available; without choices, any text is possible
-//   standing  {title, state, over, startable, serial, edits, wrong, blocked, pending, cost, engine, memory,
-//             undo, line, result: [kind, text], busy}: state of the edits
+//   controls  [{name, label, alias, help, unit, topic, front, number, range, optional, held,
+//             choices: [[text, reason]], says: {text: what is shown}, reason, costs}, ...]; an empty reason means
+//             available; without choices, any text is possible
+//   standing  {title, state, over, startable, serial, edits, wrong: {name: reason}, blocked, pending, cost, engine,
+//             memory, undo, line, result: [kind, text], busy}: state of the edits
 // and receives {do: "edit" | "apply" | "start", edits: {name: text}, serial}, {do: "undo"},
 // {do: "checkpoint"} and {do: "open"}. The serial number relates an answer to its edits.
 import { make, setText } from "./elements.js";
@@ -12,6 +13,7 @@ import "./panel.css";
 
 const TYPING_MS = 200; // time after the last key until the text is sent
 const SLIDER_STEP = 0.05;
+const LONG = 18; // characters that fit into a narrow column
 const WAITING_MS = 700; // time without an answer until the page says that it is waiting
 
 /** Uses aria-disabled instead of `disabled`: a disabled button loses the keyboard focus. */
@@ -21,8 +23,6 @@ export function onClick(button, action) {
 
 /** Disables JupyterLab's shortcuts on an element. It must be set on the element itself, not on a parent. */
 export const KEYS = { "data-lm-suppress-shortcuts": "true" };
-
-const words = (name) => name.replaceAll("_", " ");
 
 export class Form {
   /** `send` sends a message to the kernel. */
@@ -39,8 +39,14 @@ export class Form {
   #build() {
     this.root = make("form", "ortlab-panel", { novalidate: "" });
     this.front = make("div", "ortlab-panel-rows");
-    this.others = make("div", "ortlab-panel-rows ortlab-panel-others");
+    this.topics = new Map();
+    this.search = make("input", "ortlab-panel-input ortlab-panel-search", {
+      type: "search", placeholder: "Search by name or help", "aria-label": "search settings", autocomplete: "off", spellcheck: "false", ...KEYS,
+    });
+    this.search.addEventListener("input", () => this.#filter());
+    this.found = make("span", "ortlab-panel-found", { role: "status" });
     this.more = make("summary", "ortlab-panel-more", KEYS);
+    this.others = make("div", "ortlab-panel-others", {}, make("div", "ortlab-panel-place", {}, this.search, this.found));
     const fold = make("details", "ortlab-panel-fold", {}, this.more, this.others);
     this.pending = make("div", "ortlab-panel-pending", { "aria-live": "polite" });
     const button = (text, title, action) => {
@@ -48,7 +54,7 @@ export class Form {
       onClick(made, action);
       return made;
     };
-    this.apply = button("Apply", "Enter", () => this.#submit());
+    this.apply = button("Apply", "", () => this.#submit());
     this.apply.classList.add("ortlab-panel-apply");
     this.reset = button("Reset", "Discard the edits (Escape)", () => this.#reset());
     this.undo = button("Undo", "", () => this.send({ do: "undo" }));
@@ -57,21 +63,69 @@ export class Form {
     this.result = make("div", "ortlab-panel-result", { role: "status" });
     this.root.append(this.front, fold, this.pending, buttons, this.result);
     this.root.addEventListener("submit", (event) => event.preventDefault());
-    this.root.addEventListener("keydown", (event) => {
-      // A select element does not submit its form on Enter.
-      if (event.key === "Enter" && ["SELECT", "INPUT"].includes(event.target.tagName)) {
-        event.preventDefault();
-        this.#submit();
-      } else if (event.key === "Escape") {
-        event.stopPropagation();
-        this.#reset();
-      }
-    });
+    this.root.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  #key(event) {
+    const { key, target } = event;
+    if (event.isComposing) return;
+    if (key === "Escape") {
+      event.stopPropagation();
+      if (target !== this.search) return this.#reset();
+      this.search.value = "";
+      this.#filter();
+    } else if (key === "Enter" && target === this.search) {
+      event.preventDefault();
+      this.#matching()[0]?.input.focus();
+    } else if (key === "Enter" && !this.standing.startable && ["SELECT", "INPUT"].includes(target.tagName)) {
+      event.preventDefault(); // a select element does not submit its form on Enter
+      this.#submit();
+    } else if (key === "Enter" && target.tagName === "INPUT") {
+      event.preventDefault();
+      this.#tell("edit"); // a run is started by its button alone
+    }
   }
 
   #submit() {
-    if (this.apply.ariaDisabled === "true") return;
-    this.#tell(this.standing.startable ? "start" : "apply");
+    const { startable, busy, over } = this.standing;
+    const edited = Object.keys(this.edits).length > 0;
+    if (over || this.starting) return;
+    this.queued = busy && edited;
+    if (startable) this.#tell("start");
+    else if (this.queued) this.#say("asked", "will be applied after the change in flight");
+    else if (edited) this.#tell("apply");
+    else this.#say("asked", "no setting is edited");
+  }
+
+  #say(kind, text) {
+    this.result.dataset.kind = kind;
+    setText(this.result, text);
+  }
+
+  /** Returns the rows that the text of the search fits. */
+  #matching() {
+    const wanted = this.search.value.toLowerCase().split(/\s+/);
+    const text = ({ name, label, alias, help }) => `${name} ${label} ${alias} ${help}`.toLowerCase();
+    return [...this.rows.values()].filter(({ control }) => wanted.every((word) => text(control).includes(word)));
+  }
+
+  /** Shows the settings that the search finds, in open topics; without a search all, in topics as they were. */
+  #filter() {
+    const searching = this.search.value.trim() !== "";
+    const found = new Set(this.#matching());
+    for (const { fold, rows } of this.topics.values()) {
+      for (const row of rows) row.root.hidden = !found.has(row);
+      fold.hidden = rows.every((row) => row.root.hidden);
+      if (searching) fold.dataset.opened ??= String(fold.open);
+      if (searching) fold.open = true;
+      else if (fold.dataset.opened) {
+        fold.open = fold.dataset.opened === "true";
+        delete fold.dataset.opened;
+      }
+    }
+    const above = [...found].filter(({ control }) => control.front).map(({ control }) => control.label);
+    const counts = [`${found.size - above.length} found`, ...(above.length ? [`above: ${above.join(", ")}`] : [])];
+    setText(this.found, searching ? counts.join("; ") : "");
   }
 
   #reset() {
@@ -84,8 +138,9 @@ export class Form {
     clearTimeout(this.typing);
     this.serial += 1;
     this.send({ do: verb, edits: this.edits, serial: this.serial });
-    this.result.dataset.kind = "asked";
-    setText(this.result, { apply: "applying…", start: "starting…", edit: "" }[verb]);
+    this.asked ||= verb !== "edit";
+    this.starting = verb === "start";
+    this.#say("asked", { apply: "applying…", start: "starting…", edit: "" }[verb]);
     clearTimeout(this.waiting);
     this.waiting = setTimeout(() => this.#wait(), WAITING_MS);
     this.#drawButtons();
@@ -93,8 +148,7 @@ export class Form {
 
   #wait() {
     if (this.heard === this.serial) return;
-    setText(this.result, "waiting for the kernel, which receives no messages while a cell runs (with `await run`, it does from ipykernel 7.3 on)");
-    this.result.dataset.kind = "asked";
+    this.#say("asked", "waiting for the kernel, which receives no messages while a cell runs (with `await run`, it does from ipykernel 7.3 on)");
   }
 
   #edit(row, delay) {
@@ -111,6 +165,7 @@ export class Form {
 
   /** Shows the kernel's current state. */
   draw(controls, standing) {
+    const first = !this.standing;
     this.standing = standing;
     if (standing.serial === this.serial) {
       this.edits = { ...standing.edits };
@@ -128,11 +183,25 @@ export class Form {
     for (const row of this.rows.values()) this.#fill(row, false);
     this.#drawPending();
     this.#drawButtons();
-    if (this.heard === this.serial) {
-      const [kind, text] = standing.result;
-      this.result.dataset.kind = kind;
-      setText(this.result, text);
+    if (this.heard !== this.serial) return;
+    const [kind, text] = standing.result;
+    this.#say(kind, text);
+    this.starting &&= kind === "asked";
+    if (kind === "refused" && (this.asked || (first && document.activeElement === document.body))) this.#showFault();
+    this.asked &&= kind === "asked";
+    if (this.queued && !standing.busy && Object.keys(this.edits).length) this.#submit();
+  }
+
+  /** Goes to the first field that is wrong, or to the error. */
+  #showFault() {
+    const row = [...this.rows.values()].find(({ input }) => input.ariaInvalid === "true" && !input.disabled);
+    if (!row) return requestAnimationFrame(() => this.result.scrollIntoView({ block: "nearest" }));
+    if (row.root.hidden) {
+      this.search.value = "";
+      this.#filter();
     }
+    for (let fold = row.root.closest("details"); fold && this.root.contains(fold); fold = fold.parentElement.closest("details")) fold.open = true;
+    requestAnimationFrame(() => row.input.focus()); // a new view is not in the page yet
   }
 
   #row(control) {
@@ -140,32 +209,41 @@ export class Form {
     const shape = `${control.choices.map(([text]) => text).join("\n")}|${control.choices.length > 0}`;
     if (!row) {
       const id = `${this.id}-${control.name}`;
-      const label = make("label", "ortlab-panel-label", { for: id, title: control.help }, words(control.name));
+      const label = make("label", "ortlab-panel-label", { for: id, title: control.help }, control.label);
       const cost = make("span", "ortlab-panel-cost");
       const place = make("span", "ortlab-panel-place");
       const notes = make("div", "ortlab-panel-notes", { id: `${id}-notes` });
-      const root = make("div", "ortlab-panel-row", {}, label, place, cost, notes);
+      const help = control.front ? [] : [make("div", "ortlab-panel-help", {}, control.help)];
+      const root = make("div", "ortlab-panel-row", {}, make("div", "ortlab-panel-name", {}, label, cost), place, notes, ...help);
       row = { id, root, cost, place, notes, shape: null };
       this.rows.set(control.name, row);
       if (control.front) this.front.append(root);
-      else this.#file(root, control.topic);
+      else this.#file(row, control.topic);
     }
     row.control = control;
     if (row.shape !== shape) this.#input(row, shape);
   }
 
-  /** Appends a row to the collapsed settings, below the name of its topic. */
-  #file(root, topic) {
-    if (topic !== this.topic) this.others.append(make("div", "ortlab-panel-topic", {}, topic));
-    this.topic = topic;
-    this.others.append(root);
+  /** Appends a row to the collapsed settings of its topic. */
+  #file(row, topic) {
+    if (!this.topics.has(topic)) {
+      const head = make("summary", "ortlab-panel-more", KEYS, topic);
+      const body = make("div", "ortlab-panel-rows");
+      const fold = make("details", "ortlab-panel-topic", {}, head, body);
+      this.others.append(fold);
+      this.topics.set(topic, { fold, body, rows: [] });
+    }
+    const { body, rows } = this.topics.get(topic);
+    rows.push(row);
+    body.append(row.root);
   }
 
   #input(row, shape) {
     const { control, id } = row;
+    const focused = row.input && document.activeElement === row.input;
     const attributes = { id, ...KEYS, "aria-description": control.help, "aria-describedby": `${id}-notes`, title: control.help };
     if (control.choices.length) {
-      row.input = make("select", "ortlab-panel-input", attributes, ...control.choices.map(([text]) => new Option(text, text)));
+      row.input = make("select", "ortlab-panel-input", attributes, ...control.choices.map(([text]) => new Option(control.says[text] ?? text, text)));
       row.input.addEventListener("change", () => this.#edit(row, 0));
     } else {
       row.input = make("input", "ortlab-panel-input", {
@@ -180,13 +258,14 @@ export class Form {
     row.slider = control.range.length ? this.#slider(row, attributes) : null;
     row.place.replaceChildren(row.input, ...(row.slider ? [row.slider] : []), ...unit);
     row.shape = shape;
+    if (focused) row.input.focus({ preventScroll: true });
   }
 
   /** Returns a slider that sets the text of a row's input. */
   #slider(row, { title }) {
     const [min, max] = row.control.range;
     const slider = make("input", "ortlab-panel-slider", {
-      type: "range", min, max, step: SLIDER_STEP, title, "aria-label": `${words(row.control.name)} slider`, ...KEYS,
+      type: "range", min, max, step: SLIDER_STEP, title, "aria-label": `${row.control.label} slider`, ...KEYS,
     });
     const slide = (delay) => {
       const { held } = row.control;
@@ -211,6 +290,7 @@ export class Form {
       if (anyhow || document.activeElement !== row.slider) row.slider.value = input.value;
     }
     row.root.classList.toggle("ortlab-panel-off", input.disabled);
+    row.root.classList.toggle("ortlab-panel-long", control.held.length > LONG);
     row.root.classList.toggle("ortlab-panel-edited", control.name in this.edits);
     control.choices.forEach(([, reason], i) => {
       input.options[i].disabled = Boolean(reason);
@@ -218,7 +298,7 @@ export class Form {
     });
     setText(row.cost, over || control.reason ? "" : control.costs.join(" or "));
     const wrong = this.standing.wrong[control.name];
-    input.toggleAttribute("aria-invalid", Boolean(wrong));
+    input.ariaInvalid = String(Boolean(wrong));
     const notes = wrong ? [["ortlab-panel-wrong", wrong]] : this.#reasons(control);
     const said = notes.map(([, note]) => note).join("\n");
     if (row.said === said) return;
@@ -255,13 +335,13 @@ export class Form {
   }
 
   #drawButtons() {
-    const { over, wrong, blocked, undo, busy, startable, state } = this.standing ?? { wrong: {} };
+    const { over, undo, busy, startable, state } = this.standing ?? {};
     const running = Boolean(state);
     const edited = Object.keys(this.edits).length > 0;
-    const bad = this.heard === this.serial && (Object.keys(wrong).length > 0 || Boolean(blocked));
     this.apply.hidden = over || !(running || startable);
     setText(this.apply, startable ? "Start" : "Apply");
-    this.apply.ariaDisabled = String(busy || bad || !(edited || startable));
+    this.apply.title = startable ? "Start a run with these settings" : "Apply the edits to the run (Enter)";
+    this.apply.ariaDisabled = String(this.starting || !(edited || startable));
     this.reset.hidden = over;
     this.reset.ariaDisabled = String(!edited);
     this.undo.hidden = over || !running;

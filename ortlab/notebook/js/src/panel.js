@@ -3,6 +3,35 @@ import { hidesStill, make } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
+const DRAWING_MS = 500; // time in which a view gets its size
+
+/**
+ * Keeps the page still while the view of a run replaces the panel, and scrolls that view into sight. Where the page
+ * has no output of a cell, as in VS Code, the view is shown without that.
+ *
+ * Returns a function that ends this; it ends by itself when the view is gone.
+ */
+function land(root) {
+  const output = root.closest(".jp-OutputArea");
+  if (!output) return () => {};
+  let run;
+  const end = () => {
+    observer.disconnect();
+    output.style.minHeight = "";
+  };
+  const show = () => [run, run.firstElementChild].forEach((each) => each.scrollIntoView({ block: "nearest" })); // its head at least
+  const observer = new MutationObserver(() => {
+    const found = output.querySelector(".ortlab-run");
+    if (found && !run) {
+      run = found;
+      show();
+      setTimeout(show, DRAWING_MS);
+    } else if (run && !found) setTimeout(end, DRAWING_MS);
+  });
+  output.style.minHeight = `${output.offsetHeight}px`; // otherwise the cells below move up, and down again
+  observer.observe(output, { childList: true, subtree: true });
+  return end;
+}
 
 class View {
   constructor(model, el) {
@@ -17,7 +46,10 @@ class View {
     onClick(this.stop, () => model.send({ do: "stop" }));
     this.buttons = make("span", "ortlab-panel-buttons", {}, this.pause, this.stop);
     const head = make("div", "ortlab-panel-head", {}, this.title, this.state, this.buttons);
-    this.form = new Form((message) => model.send(message));
+    this.form = new Form((message) => {
+      if (message.do === "start") this.landed = land(this.root);
+      model.send(message);
+    });
     this.root.append(hidesStill(model), head, this.form.root);
     el.append(this.root);
     this.draw = () => this.#draw();
@@ -42,6 +74,7 @@ class View {
     this.stop.ariaDisabled = String(stopping);
     this.pause.ariaDisabled = String(stopping || standing.state === "starting");
     this.form.draw(this.model.get("controls"), standing);
+    if (standing.result[0] === "refused") this.landed?.();
   }
 
   close() {
