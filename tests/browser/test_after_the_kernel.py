@@ -19,6 +19,7 @@ pytestmark = pytest.mark.browser
 SETUP = """
 %load_ext ortlab
 import os
+import ortlab
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -72,18 +73,34 @@ def test_a_run_whose_kernel_died(
     exported.screenshot(path=SCREENSHOTS / "kernel-died-page.png")
 
 
-def test_a_panel_whose_kernel_died(notebook: Opens, page: Page) -> None:
-    book = notebook([SETUP, "%ort panel model train"])
+WRAPPED = """
+wrapped = ortlab.wrap(model, engine="ort")
+nn.functional.cross_entropy(wrapped(inputs[:8]), train[:8][1]).backward()
+%ort recompute wrapped
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "live", "told"),
+    [
+        ("%ort panel model train", ".ortlab-panel-view", "learning_rate"),
+        (WRAPPED, ".ortlab-recompute", "budget"),
+    ],
+)
+def test_other_views_whose_kernel_died(
+    notebook: Opens, page: Page, cell: str, live: str, told: str
+) -> None:
+    book = notebook([SETUP, cell])
     book.run_cell(0)
     book.run_cell(1)
-    expect(page.locator(".ortlab-panel-view")).to_be_visible()
+    expect(page.locator(live)).to_be_visible()
     still = page.locator("[data-ortlab-still]")
     expect(still).to_be_hidden()
     kill(book)
     page.get_by_role("button", name="Ok").click()
     book.reload()
     expect(still).to_be_visible()
-    expect(still).to_contain_text("learning_rate")
+    expect(still).to_contain_text(told)
     expect(page.get_by_text("Error displaying widget")).to_be_hidden()
 
 

@@ -178,7 +178,7 @@ def _display_comparison(comparison: RunComparison) -> None:
 def _display_plans(plans: RecomputePlans) -> None:
     from ortlab.notebook.views import recompute_view  # heavy: torch
 
-    publish_display_data(recompute_view.show(plans))  # type: ignore[no-untyped-call]
+    recompute_view.show(plans)
 
 
 def _display_check(check: StepCheck) -> None:

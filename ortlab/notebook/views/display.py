@@ -81,8 +81,8 @@ def still_of(display_id: str) -> str:
 def still(mark: str, kind: str, page: str) -> str:
     """Return HTML for pages without a kernel: a reopened notebook, an HTML page, a printed one.
 
-    It belongs into the output after that of a live view, which hides it. Of a view without a
-    kernel JupyterLab shows no other form but an error line, which this hides.
+    It belongs into the output after that of a live view, and is hidden where that is alive. Of a
+    view without a kernel JupyterLab shows no other form but an error line, which this hides.
 
     Args:
         mark: Mark by which the live view finds it.
@@ -90,10 +90,11 @@ def still(mark: str, kind: str, page: str) -> str:
         page: The HTML to show.
     """
     classes = ", ".join(f".{each}" for each in kind.split(","))
-    here = f'[data-ortlab-still="{mark}"]'
+    here, child = f'[data-ortlab-still="{mark}"]', ".jp-OutputArea-child"
     return (
-        f"<style>.jp-OutputArea-child:has(+ .jp-OutputArea-child {here}):not(:has({classes})) "
-        f'{{display: none}}</style><div data-ortlab-still="{mark}">{page}</div>'
+        f"<style>{child}:has(+ {child} {here}):not(:has({classes})) {{display: none}} "
+        f"{child}:has({classes}) + {child}:has({here}) {{display: none}}</style>"
+        f'<div data-ortlab-still="{mark}">{page}</div>'
     )
 
 

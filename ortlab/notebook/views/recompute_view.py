@@ -6,13 +6,16 @@ It consists of Jupyter's own controls, which support labels, keyboard and themes
 from __future__ import annotations
 
 import html
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+from IPython.core.getipython import get_ipython
 
 from ortlab.engines.plan_names import OFF
 from ortlab.graph.recompute_plans import signed
+from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.utils.process_memory import memory
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_TIMES = 64
 """Maximum of a slider, as a multiple of the last call's size."""
+_CLASS = "ortlab-recompute"
 _HEADS = ("recompute", "modules", "saved after forward", "saved at the peak", "cost per step")
 _WIDTHS = "minmax(180px, max-content) repeat(4, minmax(70px, max-content))"
 
@@ -259,13 +263,21 @@ def _figures(row: Saving, plans: RecomputePlans) -> tuple[str, ...]:
     )
 
 
-def show(plans: RecomputePlans) -> dict[str, Any]:
-    """Return the MIME bundle: the controls, and a table for saved pages and terminals.
+def show(plans: RecomputePlans) -> None:
+    """Show the controls in the running cell, and a table to pages without a kernel and terminals.
 
     Args:
         plans: The model's recompute plans.
     """
+    if getattr(get_ipython(), "kernel", None) is None:
+        print(plans)
+        return
     view = RecomputeView(plans)
+    view.add_class(_CLASS)
     ends_with_cell(lambda: close_all(view))
+    display_id = uuid.uuid4().hex
+    mark = display.still_of(display_id)
     data = dict(view._repr_mimebundle_() or {})
-    return {**data, "text/html": plans._repr_html_(), "text/plain": repr(plans)}
+    display.publish({**data, "text/plain": "recompute plans"}, {}, display_id)
+    page = display.still(mark, _CLASS, plans._repr_html_())
+    display.publish({"text/html": page, "text/plain": repr(plans)}, {}, mark)
