@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +51,8 @@ def package_version(distribution: str) -> str | None:
     Args:
         distribution: Name of the distribution, as pip spells it.
     """
-    return _version(importlib.metadata.version, distribution, int(time.monotonic()))
-
-
-@functools.lru_cache(maxsize=16)
-def _version(read: Callable[[str], str], distribution: str, _second: int) -> str | None:
-    """Return a version, read once a second: the panel asks hundreds of times in a row."""
     try:
-        return read(distribution)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -135,6 +135,7 @@ class Panel:
         self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
         self._found: list[Control] = []
+        self._found_for: object = None  # settings in effect and chosen that these are for
         self._sent: dict[str, Any] = {}
 
     @property
@@ -266,12 +267,11 @@ class Panel:
             over = self.run is not None and self.run.over()
             key = (held, chosen, over)
             found: dict[str, Any] = {}
-            if changed := key != self._key:
-                self._key, self._found = key, self._controls(held, chosen)
-            if changed or self._variables is not None:  # the notebook may have new variables
+            if key != self._key or self._variables is not None:  # which may be new ones
+                self._key = key
                 found["controls"] = [
                     *self._places(),
-                    *(_json(self._of_variables(each), held) for each in self._found),
+                    *(_json(self._of_variables(e), held) for e in self._controls(held, chosen)),
                 ]
             begun = self.run is not None and self.run.step > 0
             if self._opened and (key, begun) != self._foreseen_of:
@@ -337,8 +337,11 @@ class Panel:
 
     def _controls(self, held: FinetuneSettings, chosen: FinetuneSettings) -> list[Control]:
         """Return the controls of all settings in the panel's order."""
-        found = settings_preview.controls(held, chosen, fixed=self._fixed)
-        return sorted(found, key=lambda each: _order(each.declaration))
+        if self._found_for != (held, chosen):  # it takes 0.3 s to ask every engine
+            found = settings_preview.controls(held, chosen, fixed=self._fixed)
+            self._found = sorted(found, key=lambda each: _order(each.declaration))
+            self._found_for = held, chosen
+        return self._found
 
     def _of_variables(self, control: Control) -> Control:
         """Return a control with what the notebook's variables offer or rule out."""
