@@ -222,8 +222,7 @@ class EngineSettings(Settings):
         panel=True,
         common=True,
         help="activations to recompute in backward: off, layers (all lists of layers), modules "
-        "such as encoder.layer.*.attention, or plans of ORTModule such as BiasGelu+:1:-1; "
-        "separate several with commas",
+        "such as encoder.layer.*.attention, or plans of %ort recompute, joined by commas",
     )
     activation_budget: float = setting(
         1.0,
