@@ -369,6 +369,7 @@ class Still:
         self._watched = watched
         self._due = 0.0
         self._state = ""
+        self._closed = False
 
     def show(self, *, update: bool) -> None:
         """Display the text in the running cell.
@@ -381,7 +382,7 @@ class Still:
     def tell(self) -> None:
         """Update the text if its state has changed, or it has become old."""
         now, state = time.monotonic(), self._watched.status().state
-        if now < self._due and state == self._state:
+        if self._closed or (now < self._due and state == self._state):
             return
         began = time.thread_time()
         self._publish(self._bundle())
@@ -390,6 +391,7 @@ class Still:
 
     def close(self) -> None:
         """Empty the output, since a picture of the run follows."""
+        self._closed = True
         self._publish({"text/html": "", "text/plain": ""})
 
     def _publish(self, data: dict[str, Any]) -> None:
