@@ -534,6 +534,23 @@ def test_a_saved_notebook_has_the_picture(tmp_path: Path, wait: str) -> None:
     assert (tmp_path / "charts.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_pages_without_a_kernel_have_the_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[dict[str, str]] = []
+    monkeypatch.setattr(charts, "publish", lambda data, *_, **__: published.append(data))
+    monkeypatch.setattr(charts, "STILL_S", 0.0)
+    run = Practice(steps=3, title="<b>mine</b>").start()
+    still = charts.Still(run, "mark")
+    still.show(update=False)
+    run.wait_over()
+    still.tell()
+    assert "finished · step 3 of 3" in published[-1]["text/plain"]
+    assert "&lt;b&gt;mine&lt;/b&gt;" in published[-1]["text/html"]
+    assert 'data-ortlab-still="mark"' in published[-1]["text/html"]
+    still.close()
+    still.tell()  # a page asks an ended view for the run again
+    assert published[-1] == {"text/html": "", "text/plain": ""}
+
+
 def test_a_finished_run_is_shown_as_its_picture(tmp_path: Path) -> None:
     book = execute(tmp_path, START + "; run.wait_over()", "charts.show(run)")
     assert sorted(book.cells[1].outputs[0].data) == ["image/png", "text/plain"]
