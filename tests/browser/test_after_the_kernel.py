@@ -114,3 +114,23 @@ def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -
     assert left["data"] == {"text/html": "", "text/plain": ""}
     last = page.locator(".jp-OutputArea-child").filter(has=page.locator(".jp-RenderedHTMLCommon"))
     assert all(each["height"] < 20 for each in [last.last.bounding_box() or {"height": 0}])
+
+
+def test_a_run_that_is_over_has_its_charts_again(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([SETUP, RUN.replace("5000", "1"), "await run", "run"])
+    for cell in range(4):
+        book.run_cell(cell)
+    run = page.locator(".ortlab-run")
+    expect(run.locator(".ortlab-state")).to_have_text("finished")
+    expect(run.get_by_label("Smoothing")).to_be_visible()
+    picture = page.locator("[data-ortlab-still] img")
+    expect(picture).to_be_hidden()
+    run.scroll_into_view_if_needed()
+    screenshot("charts-again")
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    book.reload()
+    expect(picture).to_be_visible()
+    expect(run).to_have_count(0)

@@ -115,7 +115,16 @@ class Displays:
 
     def _display(self, run: Run | Race | Tune) -> None:
         """Display a run or a search, unless this cell has started it and shows it already."""
-        if run not in self._shown:
+        if run in self._shown:
+            return
+        if isinstance(run, Background) or not run.over():
+            self.show(run)
+            return
+        from ortlab.notebook.views import charts  # heavy: ipywidgets
+
+        try:
+            charts.reopen(run)
+        except RuntimeError:  # without the package's JavaScript, its picture
             self.show(run)
 
     def _display_history(self, history: History) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextvars
 import html
 import math
@@ -231,6 +232,25 @@ def follow(watched: Watched) -> Live | None:
         return None
     pump, stop = _follow(watched) if in_notebook else _print(watched)
     return Live(shell, watched, pump, stop)
+
+
+def reopen(watched: Watched) -> None:
+    """Show the live charts of a run that is over, and its picture to pages without a kernel.
+
+    Args:
+        watched: The run.
+    """
+    display_id = uuid.uuid4().hex
+    mark = still_of(display_id)
+    live = RunView(watched, still=mark)
+    ends_with_cell(lambda: close_all(live))
+    data, metadata = live._repr_mimebundle_() or ({}, {})
+    publish({**data, "text/plain": f"{watched.title}: charts"}, metadata, display_id)
+    address = "data:image/png;base64," + base64.b64encode(picture(watched)).decode()
+    told = text(watched)
+    page = f'<img src="{address}" width="{PICTURE_WIDTH}" alt="{html.escape(told)}">'
+    shown = {"text/html": display.still(mark, display.PANEL_OR_RUN, page), "text/plain": told}
+    publish(shown, {}, mark)
 
 
 class Live:
