@@ -37,7 +37,8 @@ FEED = """async ([source, columns, messages]) => {
         steps: axes.map((axis) => series.step(series.place(3, axis), axis)),
         averaged: series.averaged(series.values('loss'), 0.5),
         data: series.data, speed: series.smoothed('samples_per_s'),
-        has: series.has('peak_bytes'), recent: series.recent('loss', 2) };
+        has: series.has('peak_bytes'), recent: series.recent('loss', 2),
+        overall: series.overall('loss') };
 }"""
 
 Feeds = Callable[..., dict[str, Any]]
@@ -67,6 +68,13 @@ def test_a_mask_says_which_columns_a_row_has(feed: Feeds) -> None:
     assert found["data"]["peak_bytes"] == [None, None, 7]
     assert found["has"]
     assert found["recent"] == 0.25
+
+
+def test_a_mean_over_the_run_leaves_out_steps_that_warm_up(feed: Feeds) -> None:
+    rates = 0b10011  # step, loss, samples_per_s
+    assert [c["name"] for c in COLUMNS][4] == "samples_per_s"
+    found = feed((rates, [[1, 8, float("nan")], [2, 2, 7], [3, 4, 7], [5, 1, 7]]))
+    assert found["overall"] == (2 + 4 + 2 * 1) / 4  # the last row covers two steps
 
 
 def test_what_is_not_a_number_is_a_gap(feed: Feeds) -> None:

@@ -179,11 +179,13 @@ def split(rows: Rows) -> dict[str, float]:
     """Return the mean step time in milliseconds by part; empty if it is unknown.
 
     "other" is the time that no part covers. Communication is not a part, because it overlaps with
-    the others.
+    the others. Like the rates, it leaves out steps that export and warm up.
 
     Args:
         rows: Rows of the run.
     """
+    rated = rated_ms(rows)[:, 0] > 0
+    rows = rows[rated] if rated.any() else rows
     columns = {column.name: column.label for column in known_columns("time", rows)}
     columns.pop("communication_ms", None)
     if "step_ms" not in columns:

@@ -337,19 +337,21 @@ class View {
     this.changes.scrollTop = this.changes.scrollHeight;
   }
 
-  /** Draws the mean step time of the last steps by part, as one bar. */
+  /** Draws the mean step time by part as one bar: of the last steps, or of a run that is over. */
   #drawSplit() {
     const series = this.store.series;
-    const whole = series.recent("step_ms");
+    const over = OVER.has(this.store.progress?.state);
+    const mean = (name) => (over ? series.overall(name) : series.recent(name));
+    const whole = mean("step_ms");
     this.split.hidden = whole == null;
     if (whole == null) return;
-    const parts = SPLIT.map(([name, label]) => ({ label, ms: series.recent(name) })).filter((p) => p.ms != null);
+    const parts = SPLIT.map(([name, label]) => ({ label, ms: mean(name) })).filter((p) => p.ms != null);
     const rest = whole - parts.reduce((sum, part) => sum + part.ms, 0);
     if (parts.length && rest > 0.02 * whole) parts.push({ label: "other", ms: rest });
     const bar = make("div", "ortlab-split-bar");
     const legend = make("div", "ortlab-split-legend");
     const title = make("span", "ortlab-chart-title");
-    title.textContent = `Step ${milliseconds(whole)}`;
+    title.textContent = `Step time ${milliseconds(whole)}${over ? "" : " (last steps)"}`;
     legend.append(title);
     parts.forEach((part, i) => {
       const piece = make("div", `ortlab-piece ortlab-t${i}`);

@@ -175,6 +175,20 @@ export class Series {
     return this.values(name).some((value) => value != null);
   }
 
+  /** Returns the mean of a column over all steps but those that export and warm up, which have no rate. */
+  overall(name) {
+    const [steps, rates] = [this.data[0], this.values("samples_per_s") ?? []];
+    const rated = rates.some((rate) => rate != null);
+    let [sum, weight] = [0, 0];
+    this.values(name).forEach((value, row) => {
+      if (value == null || (rated && rates[row] == null)) return;
+      const covered = Math.max(1, steps[row] - (steps[row - 1] ?? steps[row] - 1));
+      sum += value * covered;
+      weight += covered;
+    });
+    return weight ? sum / weight : null;
+  }
+
   /** Returns the mean of a column's last rows; null if they have no value. */
   recent(name, rows = 20) {
     const known = this.values(name).slice(-rows).filter((value) => value != null);
