@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from ortlab.engines import batch as batches
 from ortlab.engines.torch.stepper import autocast_for
+from ortlab.utils.errors import users_line
 from ortlab.utils.rng import undisturbed_random
 from ortlab.utils.wording import few
 
@@ -103,16 +107,18 @@ def _in_pass(
 ) -> str:
     forward: list[str] = []
     backward: list[str] = []
+    operations = _Operations()
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
-            hook = _noting(name, module, forward, backward)
+            hook = _noting(name, module, forward, backward, operations)
             stack.callback(module.register_forward_hook(hook).remove)
-        with autocast_for(settings.model.precision, next(model.parameters()).device):
+        cast = autocast_for(settings.model.precision, next(model.parameters()).device)
+        with cast, operations:
             value = batches.forward(model, batch, loss).loss
         if forward:
-            return forward[0]
+            return forward[0] + operations.last
         if not _good(value):
-            return f"the loss is {_kind(value)} although all outputs are finite"
+            return f"the loss is {_kind(value)} although all outputs are finite{operations.last}"
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         found = torch.autograd.grad(value, [p for _, p in trained], allow_unused=True)
     if backward:
@@ -123,8 +129,48 @@ def _in_pass(
     return ""
 
 
+class _Operations(TorchFunctionMode):
+    """Notes the last operator whose result was the first that is not finite.
+
+    The last, because masks of -inf, which softmax takes away, are no fault.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+        """The operator with its line, to complete a sentence; "" for none."""
+        self.noting = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.noting and self._makes_bad(args, result):
+            name = resolve_name(func) or getattr(func, "__name__", "an operator")
+            line = users_line(_callers())
+            self.last = f", from {name}" + ("" if line is None else f" at {line}")
+        return result
+
+    def _makes_bad(self, args: Sequence[Any], result: Any) -> bool:
+        made = [t for t in batches.tensors(result) if t.is_floating_point()]
+        return not all(map(_good, made)) and all(
+            _good(given) for given in batches.tensors(list(args)) if given.is_floating_point()
+        )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _noting(
-    name: str, module: nn.Module, forward: list[str], backward: list[str]
+    name: str,
+    module: nn.Module,
+    forward: list[str],
+    backward: list[str],
+    operations: _Operations,
 ) -> Callable[..., None]:
     """Return a forward hook that records a module with a bad input, output or output gradient."""
     label = f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -138,6 +184,7 @@ def _noting(
                 continue
             if not _good(tensor):
                 forward.append(f"the output of {label} is the first {_kind(tensor)} value")
+                operations.noting = False
             if tensor.requires_grad:
                 tensor.register_hook(back)  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ortlab.utils.process_memory import memory
 from ortlab.utils.svg_bars import FONT, TEXT
 
 WIDTH, HEIGHT = 900, 340
@@ -76,7 +77,7 @@ def svg(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'style="max-width: 100%" width="{WIDTH}" role="img" font-family="sans-serif" '
-        f'font-size="{FONT}"><title>Memory over the nodes of a step, peak {most / _MIB:.0f} MiB'
+        f'font-size="{FONT}"><title>Memory over the nodes of a step, peak {memory(most)}'
         f"</title>{''.join(parts)}</svg>"
     )
 
@@ -125,12 +126,12 @@ def _stacked(
         rest = [i for i in own if i not in shown]
         if rest:
             height = heights[rest].sum(0)
-            yield f"{len(rest)} x {kind}\n{height.max() / _MIB:.1f} MiB", kind, height
+            yield f"{len(rest)} x {kind}\n{memory(float(height.max()))}", kind, height
 
 
 def _label(area: Area) -> str:
     where = f" of {area.module}" if area.module else ""
-    return f"{area.name}\n{area.kind}{where}\n{area.size_bytes / _MIB:.1f} MiB"
+    return f"{area.name}\n{area.kind}{where}\n{memory(area.size_bytes)}"
 
 
 def _polygon(
@@ -211,7 +212,7 @@ def _peak(node: int, most: int, place: _Place) -> Iterator[str]:
     yield _text(
         x - 6 if near_end else x + 6,
         y - 8,
-        f"peak {most / _MIB:.0f} MiB",
+        f"peak {memory(most)}",
         anchor="end" if near_end else "start",
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.history import entry, notes
 from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
-from ortlab.settings import FinetuneSettings, config_file, stored
+from ortlab.settings import FinetuneSettings, config_file, stored, unknown_name
 from ortlab.utils.files import write_private
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
@@ -99,6 +99,27 @@ class StoredRun:
                 found.append(StoredCheckpoint(name, path, size, written))
         found.sort(key=lambda each: (each.time, each.name))
         return Table(found, _COLUMNS, empty=f"{self.name} has no checkpoint")
+
+    def weights(self, checkpoint: str = "best") -> dict[str, Any]:
+        """Return the weights and buffers of a checkpoint, for ``model.load_state_dict``.
+
+        Args:
+            checkpoint: Name of the checkpoint, as in `checkpoints`: "best", which ``keep_best``
+                saves, "final", or another.
+
+        Raises:
+            ValueError: The run has no such checkpoint, or it is damaged.
+
+        Example:
+            >>> model.load_state_dict(run.weights("best"))
+        """
+        from ortlab.checkpoint.checkpoint import Checkpoint  # heavy: torch
+
+        known = {each.name: each.path for each in self.checkpoints}
+        if checkpoint not in known:
+            told = unknown_name(checkpoint, known) if known else "it has none"
+            raise ValueError(f"{self.name} has no checkpoint {checkpoint!r}: {told}")
+        return dict(Checkpoint.load(known[checkpoint]).model)
 
     @property
     def notes(self) -> tuple[notes.Note, ...]:

@@ -127,7 +127,7 @@ class SavedRun(StoredRun):
             elapsed_s=entry.wall_s if entry.wall_s == entry.wall_s else 0.0,
             left_s=None,
             badges=tuple(badges),
-            lines=(*self._held_out(), *notes),
+            lines=(*self._held_out(), *self._stopped_early(), *notes),
             error=self.error,
         )
 
@@ -137,6 +137,9 @@ class SavedRun(StoredRun):
             return ()
         last = evaluations[-1]
         return (f"held out at step {last.step}: {Evaluation.of(last.step, last.values)}",)
+
+    def _stopped_early(self) -> list[str]:
+        return [event.text for event in self.metrics.events if event.kind == "early_stop"]
 
     def pause(self) -> None:
         """Do nothing: only the process that trains the run can pause it."""

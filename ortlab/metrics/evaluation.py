@@ -149,9 +149,14 @@ def goal(checkpoint: CheckpointSettings, metrics: UserMetrics | None = None) -> 
         metrics: The user's metrics.
 
     Raises:
-        ValueError: If it is not known whether more or less of the metric is better.
+        ValueError: If there is no such metric, or it is not known whether more or less is better.
     """
     name = (checkpoint.keep_best or "loss").removeprefix("eval_")
+    if metrics is None and name not in ("loss", "accuracy"):
+        raise ValueError(
+            f"keep_best={checkpoint.keep_best!r}: choose from loss, accuracy, or pass the metric, "
+            "too: metrics=..."
+        )
     if checkpoint.keep_best_mode != "auto":
         return Goal(name, "max" if checkpoint.keep_best_mode == "max" else "min")
     way = direction(name) if metrics is None else metrics.direction(name)

@@ -155,8 +155,8 @@ class Evaluator:
             best = wanted.best(found)
             told = f"{wanted.name} has not improved for {patience} evaluations"
             if best is not None:
-                told += f"; best {best.values[wanted.name]:.4g} at step {best.step}"
-            state.tell("note", f"early stopping at step {state.step}: {told}")
+                told += f"; best {best.values[wanted.name]:.4g} at step {best.step:,}"
+            state.tell("early_stop", f"stopped early at step {state.step:,}: {told}")
 
     def _step_scheduler(self, found: Evaluation) -> None:
         """Step the user's scheduler if it needs a metric; the one before training is no result."""

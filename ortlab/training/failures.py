@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import numpy as np
 import torch
 
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, NotFinite, Stepper, StepperLost
 from ortlab.engines.nonfinite import Cause
 from ortlab.engines.torch.stepper import training_device
+from ortlab.metrics.recorder import INDEX
 from ortlab.settings import LOWEST_LOSS_SCALE, FinetuneSettings
 from ortlab.training.control import PauseReason
 from ortlab.training.memory_advice import hint as memory_hint
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from ortlab.training.control import Control
     from ortlab.training.memory_advice import MemoryAdvisor
     from ortlab.training.training_state import TrainingState
+
+
+_START_AGAIN = "stop the run, and start again with a lower learning_rate and fresh=True (--fresh)"
+_LOST: Final = 1e3
+"""Rise of the loss, as a factor, after which no learning rate makes up for the weights."""
 
 
 @dataclass(frozen=True)
@@ -371,10 +378,21 @@ class FailureHandler:
         )
         if cause is not None and cause.in_data:  # no settings would help
             change, hint = {}, "run.resume() or the Resume button skips the data of the step"
+        elif (risen := self._risen()) is not None:
+            change, hint = {}, f"{risen}; {_START_AGAIN}"
         where = "with the weights of step {step}"
         resumed = self.pause(PauseReason(error, where, hint, "not finite", change))
         self.stopped_not_finite |= not resumed
         return resumed
+
+    def _risen(self) -> str | None:
+        """Return how the loss has risen, if it is far beyond where it began; else None."""
+        losses = self._state.recorder.rows()[:, INDEX["loss"]]
+        losses = losses[np.isfinite(losses)]
+        if len(losses) < 2 or abs(losses[-1]) < _LOST * max(abs(losses[0]), 1e-3):
+            return None
+        rise = f"from {losses[0]:.3g} to {losses[-1]:.3g}"
+        return f"the weights are likely lost, as the loss rose {rise}"
 
     def _names(self, rows: Sequence[int], group: Sequence[Batch]) -> str:
         """Name the samples at `rows` of a step's micro-batches as the user's Dataset does."""

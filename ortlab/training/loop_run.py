@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -80,6 +81,8 @@ class LoopRun(TrainerRun):
         self._optimizer: Callable[[], Optimizer | None] | None = None
         self._told_many = False
         self._counts_calls = True
+        self._bad: str | None = None
+        self._backward = False  # whether the loss of the last step was seen or logged
         self._loop_state = state
         self._saved = time.monotonic()
         self._writer = CheckpointWriter(
@@ -159,6 +162,17 @@ class LoopRun(TrainerRun):
             self._loop_state = None  # it refers to the model
         super().end(error, why)
 
+    def flush(self) -> None:
+        """Record the last step, and tell of the first loss that is not finite."""
+        loss = None if self._due is None else self._due["loss"]
+        if self._bad is None and isinstance(loss, float) and self._backward and not isfinite(loss):
+            self._bad = f"the loss is {loss} at step {self._step}"
+            self.tell("warning", self._bad)
+        super().flush()
+
+    def _lines(self) -> tuple[str, ...]:
+        return (*([self._bad] if self._bad else []), *super()._lines())
+
     def plan(self, total_steps: int | None) -> None:
         """Set the number of steps of the whole loop.
 
@@ -194,6 +208,7 @@ class LoopRun(TrainerRun):
         metrics = {name: float(value) for name, value in given.items() if name not in OF_STEP}
         if self._due is not None:
             self._due |= {name: value for name, value in given.items() if name in OF_STEP}
+            self._backward |= "loss" in given
         if not metrics:
             return
         loss = next((metrics.pop(name) for name in _EVALUATION_LOSS if name in metrics), NAN)
@@ -222,6 +237,7 @@ class LoopRun(TrainerRun):
             self.turn.loss = NAN
             return
         self.flush()
+        self._backward = self.turn.trained
         self.take_turn(self._step + 1, epoch=0.0)
         if self._loop_state is not None and time.monotonic() - self._saved > _SAVED_EVERY_S:
             self._saved = time.monotonic()

@@ -40,7 +40,7 @@ class LoopState:
         return Checkpoint(
             self._model.state_dict(),
             self._optimizer.state_dict(),
-            Position(step, 0, 0, None, "micro-batches", -1, RandomStates.now(), None, 0),
+            Position(step, 0, 0, None, "micro-batches", step, RandomStates.now(), None, 0),
             settings,
             scheduler=None if self._scheduler is None else dict(self._scheduler.state_dict()),
         )

@@ -145,6 +145,7 @@ class RunView:
             before, after = evaluations[0], evaluations[-1]
             first = f" (before training: {before})" if after.step else ""
             lines.append(f"held out at step {after.step}: {after}{first}")
+        lines += [event.text for event in record.recorder.events("early_stop")]
         if skipped := int(record.recorder.total("skipped")):
             lines.append(told_skipped(skipped, record.loss_scale))
         report = progress.report

@@ -258,7 +258,8 @@ class RunWorker:
                     told = since
                     notes = getattr(error, "__notes__", ())
                     self._record.event("warning", "; ".join((str(error), *notes)))
-                hint = "it resumes by itself after that, and run.resume() keeps waiting"
+                ends = "data arrives" if self._control.calling is None else "callback returns"
+                hint = f"it resumes when the {ends}, and run.resume() keeps waiting"
                 what = f"{self._waited_for} hangs"
                 hold = PauseReason(error, "after step {step}", hint, what, passes=True)
                 if work.faults.waits and self._control.hold_in_read(hold, since):

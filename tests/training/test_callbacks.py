@@ -291,10 +291,12 @@ def test_it_stops_early(threshold: float, values: list[float], steps: int) -> No
     )
     assert run.result().steps == steps
     assert run.state == "finished"
-    notes = [each.text for each in run.recorder.events("note") if "early" in each.text]
+    notes = [each.text for each in run.recorder.events("early_stop")]
     if steps == 16:
-        told = "early stopping at step 16: f1 has not improved for 2 evaluations"
+        told = "stopped early at step 16: f1 has not improved for 2 evaluations"
         assert notes == [f"{told}; best 0.3 at step 8"]
+        assert notes[0] in run.status().lines
+        assert notes[0] in ortlab.open_run(run.name).status().lines
     assert len(notes) == (steps < 28)
 
 

@@ -626,6 +626,50 @@ def test_where_a_step_is_first_not_finite() -> None:
     assert said(model, (inputs, target)) == "the weights are infinite, first in two.weight"
 
 
+class Logs(nn.Module):
+    """Attends with a mask of -inf, which is no fault, and takes the logarithm of 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        masked = x.masked_fill(torch.ones_like(x).tril() == 0, -math.inf)
+        return x + torch.log(masked.softmax(1)[:, :1] * 0.0)
+
+
+def test_the_operator_that_is_first_not_finite_is_named() -> None:
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
+    model = nn.Sequential(nn.Linear(4, 4), Logs())
+    batch = (torch.randn(6, 4), torch.arange(6) % 3)
+    cause = first_bad(model, functional.cross_entropy, [batch], settings)
+    assert cause is not None
+    assert re.fullmatch(
+        r"the output of 1 \(Logs\) is the first infinite value, from torch\.log at .*"
+        r"test_failures\.py:\d+: return x \+ torch\.log\(.*, in forward",
+        cause.told,
+    )
+
+
+def test_weights_that_are_lost_are_not_to_be_trained_on() -> None:
+    model = nn.Linear(4, 1)
+    inputs = torch.randn(64, 4)
+    data = [(inputs, 10 * inputs.sum(1, keepdim=True))] * 8
+    chosen: dict[str, Any] = {
+        "optimizer": "sgd",
+        "lr": 1e9,
+        "max_grad_norm": None,
+        "engine": "eager",
+    }
+    run = ortlab.finetune(
+        model, data, loss="mse", hold=True, lr_scheduler_type="constant", **chosen
+    )
+    with pytest.raises(NotFinite) as raised:
+        run.result(HANGS_S)
+    notes = "\n".join(raised.value.__notes__)
+    assert re.search(r"the weights are likely lost, as the loss rose from \S+ to \S+; stop", notes)
+    assert "start again with a lower learning_rate and fresh=True (--fresh)" in notes
+    assert run.advice == {}
+    run.stop()
+    assert run.wait_over(HANGS_S)
+
+
 # --- memory
 
 

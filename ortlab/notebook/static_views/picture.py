@@ -36,7 +36,7 @@ TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
 GRID = "#80808040"
 FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
-ERROR_LINES = 3
+ERROR_LINES = 8
 CHANGES = 8  # settings changes in the heading; the last ones are shown
 WRAPPED_LINES = 3  # lines that one change or remark may take
 MARKS_IN_ROW = 20  # numbers of changes that fit side by side in a chart
@@ -64,7 +64,9 @@ def png(watched: Watched) -> bytes:
     standing = rank_metrics.standing(watched.recorder, rank_metrics.trained_under(watched))
     below = BELOW_IN + rank_picture.height_in(standing)
     scored = _scored(watched.recorder)
-    charts_in = (3 if scored else 2) * CHART_IN
+    drawn = len(rows) > 0  # a run that failed at its start has nothing to draw
+    charts_in = (2 * drawn + bool(scored)) * CHART_IN
+    below = below if drawn else 0.1
     width, height = WIDTH_IN, below + charts_in + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
     canvas = FigureCanvasAgg(figure)
@@ -75,17 +77,18 @@ def png(watched: Watched) -> bytes:
     top = below + charts_in
     for index, line in enumerate(heading):
         _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
-    for index, name in enumerate(plain_text.TITLES):
+    for index, name in enumerate(plain_text.TITLES if drawn else ()):
         row, column = divmod(index, 2)
         left, bottom = column * width / 2 + 0.7, top - (row + 1) * CHART_IN + 0.5
         axes = place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85)
         _draw(axes, name, rows, watched.recorder)
         _mark(axes, changed)
     if scored:
-        axes = place(0.7, top - 3 * CHART_IN + 0.5, width - 1.4, CHART_IN - 0.85)
+        axes = place(0.7, below + 0.5, width - 1.4, CHART_IN - 0.85)
         _draw_scores(axes, scored)
         _mark(axes, changed)
-    _split(place(0.1, below - BELOW_IN + 0.1, width - 0.2, 0.14), rows)
+    if drawn:
+        _split(place(0.1, below - BELOW_IN + 0.1, width - 0.2, 0.14), rows)
     if standing.ranks:
         axes = place(0.0, 0.0, width, below - BELOW_IN)
         rank_picture.draw(axes, standing, watched.recorder, text=TEXT, font=FONT)
@@ -122,9 +125,15 @@ def _heading(
         (summary(watched.recorder, rows), TEXT, "normal"),
         *((part, TEXT, "normal") for line in status.lines for part in _wrapped(line)),
         *((line, TEXT, "normal") for line in _told(changed)),
-        *((line, COLORS[5], "normal") for line in (status.error or "").splitlines()[:ERROR_LINES]),
+        *((line, COLORS[5], "normal") for line in _error(status.error or "")),
     ]
     return [(text[:LINE], color, weight) for text, color, weight in lines if text]
+
+
+def _error(text: str) -> list[str]:
+    """Return the lines of an error with its advice, wrapped."""
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, LINE)]
+    return lines[:ERROR_LINES]
 
 
 def _told(changed: list[Change]) -> list[str]:

@@ -12,7 +12,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,9 @@ PRINT_EVERY_S = 5.0
 """Time between two lines of progress in a terminal."""
 SETTLE_S = 20.0
 """Maximum time that a cell waits for the picture of a run that ended in it."""
-STILL_S = 10.0
+STILL_S = 3.0
 """Time between two updates of the text for pages without a kernel."""
-STILL_SHARE = 0.002
+STILL_SHARE = 0.005
 """Share of a core that these updates may take."""
 KEPT = 8
 """Number of views of ended runs that stay open."""
@@ -419,8 +419,10 @@ class Still:
         contextvars.Context().run(publish, data, {}, self.mark, update=True)
 
     def _bundle(self) -> dict[str, Any]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
-        told = f"As of {when}:\n{text(self._watched)}\n{self._advice()}"
+        when, status = time.strftime("%Y-%m-%d %H:%M:%S"), self._watched.status()
+        head = plain_text.headline(self._watched.title, replace(status, left_s=None))
+        _, *rest = text(self._watched).splitlines()
+        told = "\n".join([f"{self._advice()} Its state at {when}:", head, *rest])
         # Exported pages show <pre> in a proportional font, and JupyterLab breaks words.
         style = "font-family: monospace; line-height: 1.3; word-break: normal"
         page = f'<pre style="{style}">{html.escape(told)}</pre>'
@@ -432,13 +434,13 @@ class Still:
     def _advice(self) -> str:
         name = getattr(self._watched, "name", None)
         if name is None:
-            return "The live charts need the kernel in which the loop runs."
+            return "This page has lost the kernel of this loop."
         from ortlab.training.run import Run  # heavy: torch
 
         resumed = f", %ort resume {name} continues it" if isinstance(self._watched, Run) else ""
         return (
-            f"If its kernel has ended: %ort runs says what became of it, ortlab.open_run({name!r}) "
-            f"shows its charts{resumed}."
+            f"This page has lost the kernel of {name}: ortlab.open_run({name!r}) shows what became "
+            f"of it{resumed}."
         )
 
 

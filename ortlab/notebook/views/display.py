@@ -78,7 +78,7 @@ def still_of(display_id: str) -> str:
     return f"{display_id}-still"
 
 
-def still(mark: str, kind: str, page: str) -> str:
+def still(mark: str, kind: str, page: str, *, beside: bool = False) -> str:
     """Return HTML for pages without a kernel: a reopened notebook, an HTML page, a printed one.
 
     It belongs into the output after that of a live view, and is hidden where that is alive. Of a
@@ -88,13 +88,14 @@ def still(mark: str, kind: str, page: str) -> str:
         mark: Mark by which the live view finds it.
         kind: CSS class of the live view, or several with commas.
         page: The HTML to show.
+        beside: Whether to show it beside the live view, too.
     """
     classes = ", ".join(f".{each}" for each in kind.split(","))
     here, child = f'[data-ortlab-still="{mark}"]', ".jp-OutputArea-child"
+    hides = "" if beside else f"{child}:has({classes}) + {child}:has({here}) {{display: none}}"
     return (
-        f"<style>{child}:has(+ {child} {here}):not(:has({classes})) {{display: none}} "
-        f"{child}:has({classes}) + {child}:has({here}) {{display: none}}</style>"
-        f'<div data-ortlab-still="{mark}">{page}</div>'
+        f"<style>{child}:has(+ {child} {here}):not(:has({classes})) {{display: none}} {hides}"
+        f'</style><div data-ortlab-still="{mark}">{page}</div>'
     )
 
 

@@ -227,5 +227,5 @@ def _clipped(text: str, most: int) -> str:
 
 
 def _json(value: float) -> float | None:
-    """Round to five significant digits; None for NaN, which JSON does not have."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+    """Round to seven significant digits; None for NaN, which JSON does not have."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -131,7 +131,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
 def _page(standing: Any, mark: str) -> dict[str, str]:
     """Return the result as HTML that looks right without its buttons in a reopened notebook."""
     data = _shown(standing)
-    return {**data, "text/html": still(mark, _CLASS, data["text/html"])}
+    return {**data, "text/html": still(mark, _CLASS, data["text/html"], beside=True)}
 
 
 def _shown(standing: Any) -> dict[str, str]:

@@ -26,3 +26,24 @@ export function hidesStill(model) {
   if (mark) style.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
   return style;
 }
+
+const ENDED = new Set(["restarting", "autorestarting", "terminating", "dead"]); // states of a kernel
+
+/**
+ * Calls a function when the kernel of a model ends; returns a function that ends the wait.
+ * JupyterLab's widget manager has the kernel's connection; other front ends do not tell.
+ */
+export function whenKernelEnds(model, ended) {
+  const states = model.widget_manager?.kernel?.statusChanged;
+  const hear = (_, state) => ENDED.has(state) && ended();
+  states?.connect(hear);
+  return () => states?.disconnect(hear);
+}
+
+/** Disables a view whose kernel has ended, and says so above it. */
+export function retire(root, told) {
+  if (root.inert) return;
+  root.inert = true;
+  root.style.opacity = "0.6";
+  root.before(make("div", "ortlab-gone", { role: "status", style: "font-weight: bold" }, told));
+}

@@ -1,7 +1,7 @@
 // Table of the history of runs, with sortable columns and a search field; active runs are at the top.
 // Kernel to page: `rows`, and in `live` the rows of active runs, each {name, live, cells, keys}. A key is the
 // sort key of its column, null if unknown. `hint` describes how to resume interrupted runs.
-import { button, hidesStill, make, setText } from "./elements.js";
+import { button, hidesStill, make, retire, setText, whenKernelEnds } from "./elements.js";
 import "./history.css";
 
 const FIRST = 200; // rows of a long table that are shown at first
@@ -39,6 +39,7 @@ class View {
     this.draw = () => this.#draw();
     for (const name of ["rows", "live"]) model.on(`change:${name}`, this.draw);
     this.#draw();
+    this.forget = whenKernelEnds(model, () => retire(this.root, "The kernel has ended: run this cell again for the runs of now."));
   }
 
   #head({ head, number }, at) {
@@ -98,6 +99,7 @@ class View {
   }
 
   close() {
+    this.forget();
     for (const name of ["rows", "live"]) this.model.off(`change:${name}`, this.draw);
     this.root.remove();
   }

@@ -1,5 +1,5 @@
 // Panel as a separate view: the settings of a run with its buttons, or of a model before its run.
-import { hidesStill, make } from "./elements.js";
+import { hidesStill, make, retire, whenKernelEnds } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
@@ -56,6 +56,7 @@ class View {
     model.on("change:controls", this.draw);
     model.on("change:standing", this.draw);
     this.draw();
+    this.forget = whenKernelEnds(model, () => retire(this.root, "The kernel has ended: run the cells above and this cell again."));
     model.send({ do: "open" });
   }
 
@@ -78,6 +79,7 @@ class View {
   }
 
   close() {
+    this.forget();
     this.model.off("change:controls", this.draw);
     this.model.off("change:standing", this.draw);
     this.form.close();

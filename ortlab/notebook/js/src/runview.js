@@ -15,7 +15,7 @@ import "uplot/dist/uPlot.min.css";
 import "./runview.css";
 import { Chart, PRINTED, TITLES } from "./charts.js";
 import { Controls } from "./controls.js";
-import { hidesStill, setText } from "./elements.js";
+import { hidesStill, setText, whenKernelEnds } from "./elements.js";
 import { Form, KEYS, onClick } from "./form.js";
 import { changed, duration, milliseconds, number } from "./format.js";
 import { marksOf, signed } from "./marks.js";
@@ -23,7 +23,6 @@ import { Ranks } from "./ranks.js";
 import { Series } from "./series.js";
 
 const OVER = new Set(["finished", "stopped", "failed"]);
-const ENDED = new Set(["restarting", "autorestarting", "terminating", "dead"]); // states of a kernel
 const SILENT_S = 20; // an active run sends more than one message per second
 const SILENT = "No message from the kernel: it is busy, was restarted or has died. After a restart, %ort runs lists the saved runs.";
 const SPLIT = [
@@ -47,10 +46,7 @@ class Store extends EventTarget {
     this.gone = false; // the kernel has ended
     this.receive = (message, buffers) => this.#receive(message, buffers);
     model.on("msg:custom", this.receive);
-    // JupyterLab's widget manager has the kernel's connection; other front ends are silent.
-    this.kernel = model.widget_manager?.kernel?.statusChanged;
-    this.hear = (_, status) => ENDED.has(status) && this.#lose();
-    this.kernel?.connect(this.hear);
+    this.forget = whenKernelEnds(model, () => this.#lose());
     model.send({ do: "hello" });
   }
 
@@ -107,7 +103,7 @@ class Store extends EventTarget {
   close() {
     clearTimeout(this.silence);
     this.model.off("msg:custom", this.receive);
-    this.kernel?.disconnect(this.hear);
+    this.forget();
   }
 }
 
@@ -199,21 +195,21 @@ class View {
     this.numbers = make("div", "ortlab-numbers");
     this.lines = make("div", "ortlab-lines");
     this.error = make("pre", "ortlab-error", { role: "alert" });
-    const grid = make("div", "ortlab-grid");
+    this.grid = make("div", "ortlab-grid");
     const cursor = `ortlab-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
     this.controls = new Controls(this.store.series, () => {
       this.due = 0;
       this.request();
     });
     this.charts = Object.keys(TITLES).map((kind) => new Chart(kind, this.store.series, this.controls, cursor));
-    grid.append(...this.charts.map((chart) => chart.root));
+    this.grid.append(...this.charts.map((chart) => chart.root));
     this.split = make("div", "ortlab-split");
     this.changes = make("ol", "ortlab-changes", { "aria-label": "changes of settings", tabindex: "0", ...KEYS });
     this.ranks = new Ranks();
     this.#buildPanel();
     this.silence = make("div", "ortlab-silence", { role: "status" });
     this.silence.hidden = true;
-    this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, this.controls.root, grid, this.changes, this.split,
+    this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, this.controls.root, this.grid, this.changes, this.split,
       this.ranks.root);
   }
 
@@ -252,6 +248,9 @@ class View {
     const marks = marksOf(this.store.series);
     this.controls.draw(signed(marks));
     this.charts.forEach((chart, i) => chart.draw(widths[i], marks));
+    const { series, progress } = this.store;
+    const nothing = OVER.has(progress?.state) && series.length === 0 && series.evaluations.length === 0;
+    this.grid.hidden = this.controls.root.hidden = nothing; // it failed at its start
     this.#drawChanges();
     this.#drawSplit();
     this.ranks.draw(this.store.model.get("ranks"), this.store.model.get("rank_notes"));
@@ -288,13 +287,14 @@ class View {
     setText(this.numbers, parts.join(" · "));
     this.silence.hidden = !silent && !gone;
     setText(this.silence, gone ? this.#gone() : SILENT);
+    if (gone) this.settings.hidden = true; // nobody would hear its controls
   }
 
   /** Returns what became of the run, and how to go on, after its kernel has ended. */
   #gone() {
     const name = this.store.model.get("name");
     if (!name) return "The kernel has ended, and the loop with it.";
-    const resume = this.interactive ? `, %ort resume ${name} continues it` : "";
+    const resume = this.interactive ? `, %ort resume ${name} continues it` : `, ortlab.open_run("${name}") shows its charts`;
     return `The kernel has ended, and the run with it. %ort runs says what became of it${resume}.`;
   }
 
