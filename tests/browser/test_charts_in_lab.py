@@ -151,7 +151,7 @@ def test_a_real_run_is_paused_and_stopped_while_it_is_awaited(
     print(f"click to paused: {paused_s:.2f} s, click to stopped: {stopped_s:.2f} s")
     print(f"{len(updates)} updates, {max(updates)} bytes at most")
     assert len(updates) >= 3
-    assert max(updates) <= 1024
+    assert max(updates) <= 1280
     assert max(paused_s, stopped_s) < 5  # a step takes milliseconds; the machine may be busy
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     page.wait_for_function("() => window.panel.content.widgets[3].model.outputs.length > 0")

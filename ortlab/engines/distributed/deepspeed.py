@@ -529,6 +529,7 @@ class DeepSpeedStepper(TorchStepper):
                 "param_groups": self._processes.layout.param_groups(),
             },
             "loss_scale": None,
+            "scheduler": None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
