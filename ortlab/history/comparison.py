@@ -58,7 +58,8 @@ class RunComparison:
         if len(set(names)) != len(names):
             raise ValueError(f"{', '.join(names)}: a run is given twice; choose different runs")
         if not 2 <= len(runs) <= MOST:
-            raise ValueError(f"{len(runs)} runs cannot be compared; choose 2 to {MOST} runs")
+            given = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+            raise ValueError(f"{given} cannot be compared; choose 2 to {MOST} runs")
         for run in runs:
             if not run.folder.is_dir():
                 raise ValueError(f"{run.name} was removed: {run.folder} no longer exists")

@@ -256,11 +256,16 @@ def resumable(name: str | int) -> SavedRun:
         The run.
 
     Raises:
-        ValueError: If the run trains in another kernel, or has finished.
+        ValueError: If the run trains in another kernel, has finished, or is not one of finetune.
     """
     run = SavedRun(find(name).folder)
     if run.entry.at_work:
         raise ValueError(f"{run.name} is training in another kernel: stop it there, then resume it")
+    if (run.folder / "trainer.json").exists():
+        raise ValueError(
+            f"{run.name} is not a run of finetune: a Trainer resumes from its own checkpoints, and "
+            f"a loop of your own by ortlab.track(model, optimizer=..., resume_from={run.name!r})"
+        )
     if run.state == "finished":
         raise ValueError(
             f"{run.name} finished after {run.entry.steps} steps: nothing is left to do; use "

@@ -680,7 +680,7 @@ def test_versions_and_changes_in_the_run_differ_too(root: Path) -> None:
 def test_a_comparison_is_of_two_to_eight_different_runs(root: Path) -> None:
     for _ in range(9):
         kept(root, count=2)
-    with pytest.raises(ValueError, match="1 runs cannot be compared; choose 2 to 8"):
+    with pytest.raises(ValueError, match="1 run cannot be compared; choose 2 to 8"):
         ortlab.compare_runs(1)
     with pytest.raises(ValueError, match="9 runs cannot be compared; choose 2 to 8"):
         ortlab.compare_runs(*range(1, 10))

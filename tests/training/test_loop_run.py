@@ -222,6 +222,8 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
         assert column(run, "lr")[-8:] == pytest.approx(column(whole, "lr")[-8:])
     assert column(run, "step") == list(range(1, 21))
     other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"by ortlab\.track\(model, optimizer=.*'whole'\)"):
+        ortlab.resume("whole")
     with pytest.raises(ValueError, match="is not in the model"):
         ortlab.track(other, optimizer=torch.optim.SGD(other.parameters()), resume_from="whole")
     with pytest.raises(ValueError, match="resume_from needs the loop's optimizer"):

@@ -104,7 +104,7 @@ def summary(recorder: Recorder, rows: Rows) -> str:
     """
     parts = []
     if len(losses := plain_text.known(rows, "loss")):
-        parts.append(f"loss {plain_text.number(losses[-1], digits=3)}")
+        parts.append(f"loss {plain_text.number(losses[-1])}")
     for column in plain_text.known_columns("throughput", rows):
         rate = recorder.rate(column.name.removesuffix("_per_s"))
         parts.append(f"{plain_text.number(rate, digits=3)} {column.unit}")
