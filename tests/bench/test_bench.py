@@ -122,7 +122,7 @@ def test_options_are_of_the_engines_in_ort(measured: EngineBench) -> None:
         ("attnetion=fused", "did you mean 'attention'?"),
         ("attention=fast", "choose from"),
         ("triton=maybe", "takes on or off"),
-        ("cache=on", "choose from"),
+        ("cache=on", "ort_options has 'cache'"),
     ],
 )
 def test_options_that_are_none(options: str, told: str) -> None:

@@ -54,7 +54,7 @@ def plot(run: Locator, kind: str) -> Locator:
 
 def point(run: Locator, kind: str, share: float) -> str:
     """Move the mouse over a chart; return what it says of the place."""
-    plot(run, kind).scroll_into_view_if_needed()
+    chart(run, kind).scroll_into_view_if_needed()  # the plot itself may be made anew
     box = plot(run, kind).bounding_box()
     assert box is not None
     page = run.page
