@@ -706,7 +706,6 @@ def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
     return session.workers
 
 
-@brief
 @overload
 def track(
     model: nn.Module,
@@ -723,6 +722,7 @@ def track(
 def track(loader: Iterable[B], /, *, name: str | None = None) -> Tracker[B]: ...
 
 
+@brief
 def track(
     model_or_loader: nn.Module | Iterable[B],
     /,
