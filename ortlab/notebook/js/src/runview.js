@@ -163,7 +163,6 @@ class View {
     this.root = make("section", "ortlab-run", {
       "data-lm-suppress-shortcuts": "true",
     });
-    this.root.append(hidesStill(this.store.model));
     const head = make("div", "ortlab-head");
     this.title = make("span", "ortlab-title");
     this.state = make("span", "ortlab-state", { role: "status" });
@@ -210,7 +209,7 @@ class View {
     this.silence = make("div", "ortlab-silence", { role: "status" });
     this.silence.hidden = true;
     this.root.append(head, this.bar, this.numbers, this.silence, this.lines, this.error, this.settings, this.controls.root, this.grid, this.changes, this.split,
-      this.ranks.root);
+      this.ranks.root, hidesStill(this.store.model));
   }
 
   /** The settings, collapsed at first. */
