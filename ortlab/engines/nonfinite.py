@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,7 +146,7 @@ class _Operations(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self.noting and self._makes_bad(args, result):
             name = resolve_name(func) or getattr(func, "__name__", "an operator")
-            line = users_line(_callers())
+            line = users_line(frame for frame, _ in traceback.walk_stack(None))
             self.last = f", from {name}" + ("" if line is None else f" at {line}")
         return result
 
@@ -156,13 +155,6 @@ class _Operations(TorchFunctionMode):
         return not all(map(_good, made)) and all(
             _good(given) for given in batches.tensors(list(args)) if given.is_floating_point()
         )
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _noting(

@@ -145,8 +145,8 @@ class Event:
     Attributes:
         kind: One of "eval" (`values`: loss, accuracy), "change" of settings (`values`: cost_s, from
             the end of the step before the change to the end of the first step after it),
-            "checkpoint" (saved, of this step), "pause" (its begin and its end), "state", "note",
-            "warning" (with cost_s: a requested change that failed) and "error".
+            "checkpoint" (saved, of this step), "pause" (its begin and its end), "early_stop",
+            "state", "note", "warning" (with cost_s: a requested change that failed) and "error".
         step: Step at which it happened.
         time_s: Time since the start of the run.
         text: Description.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 EVENTS: Final = (
@@ -49,14 +49,14 @@ class RunCallbacks:
         """
         return [each for each in self._callbacks if hasattr(each, event)]
 
-    def method(self, callback: Any, event: str) -> Callable[[], object]:
-        """Return a function that calls a callback with the run.
+    def call(self, callback: Any, event: str) -> None:
+        """Call a callback with the run.
 
         Args:
             callback: The callback.
             event: One of `EVENTS`.
         """
-        return lambda: getattr(callback, event)(self._run)
+        getattr(callback, event)(self._run)
 
     def remove(self, callback: Any) -> None:
         """Call a callback no more.

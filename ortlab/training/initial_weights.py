@@ -45,14 +45,15 @@ def save(model: nn.Module, folder: Path) -> Path:
         NotSaved: The file cannot be written.
         ValueError: The state of the model contains an object that no file stores, or is too large.
     """
-    size = sum(value.nbytes for value in model.state_dict().values() if torch.is_tensor(value))
+    state = model.state_dict()
+    size = sum(value.nbytes for value in state.values() if torch.is_tensor(value))
     if size > MOST_BYTES:
         raise ValueError(
             f"the weights take {memory(size)}, and at most {memory(MOST_BYTES)} are saved"
         )
     start = Position(0, 0, 0, None, "samples", -1, RandomStates.now(), None, 0)
     file = folder / f"initial-{uuid.uuid4().hex[:8]}.safetensors"
-    Checkpoint(model.state_dict(), {}, start, {}).save(file)
+    Checkpoint(state, {}, start, {}).save(file)
     weakref.finalize(model, _remove, file, os.getpid())
     return file
 

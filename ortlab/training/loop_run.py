@@ -20,13 +20,13 @@ from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.loop_state import LoopState
 from ortlab.training.resume import Earlier
-from ortlab.training.tracker import INTERCEPTION
+from ortlab.training.tracker import INTERCEPTION, LOGGED, number
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-OF_STEP: Final = ("loss", "lr", "grad_norm", "samples", "tokens", "epoch")
+OF_STEP: Final = (*LOGGED, "epoch")
 """Values of a step that `LoopRun.log` sets; all others are metrics of an evaluation."""
 _SAVED_EVERY_S: Final = 600.0
 _KEPT: Final = 2  # checkpoints from the course of the loop
@@ -276,8 +276,7 @@ def _number(name: str, value: Any) -> float | torch.Tensor:
         ValueError: If it is not a number.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        stays = name == "loss" and value.device.type != "cpu"
-        return value.detach().clone() if stays else float(value.item())
+        return number(value) if name == "loss" else float(value.item())
     if isinstance(value, int | float | np.number):
         return float(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":

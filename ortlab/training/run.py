@@ -14,9 +14,9 @@ from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
-from ortlab.metrics.evaluation import Evaluation, evaluations_of
+from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import NAN, Recorder, State, Status, Watched
+from ortlab.metrics.recorder import Recorder, State, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.settings.signatures import takes
@@ -194,13 +194,12 @@ class Run(StoredRun):
     @property
     def loss(self) -> float:
         """Loss of the last step; NaN before the first."""
-        last = self.recorder.last
-        return float(last.loss) if last else NAN
+        return self._record.loss
 
     @property
     def evaluations(self) -> list[Evaluation]:
         """Evaluations so far, the first one first."""
-        return evaluations_of(self.recorder)
+        return self._record.evaluations()
 
     @property
     def engine_asked(self) -> str:

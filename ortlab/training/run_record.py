@@ -165,6 +165,12 @@ class RunRecord:
         return evaluations_of(self.recorder)
 
     @property
+    def loss(self) -> float:
+        """Loss of the last step; NaN before the first."""
+        last = self.recorder.last
+        return float(last.loss) if last else NAN
+
+    @property
     def loss_scale(self) -> float:
         """Loss scale of the next step; NaN without one."""
         last = self.recorder.last
@@ -180,13 +186,12 @@ class RunRecord:
             The result.
         """
         recorder, evaluations = self.recorder, self.evaluations()
-        last = recorder.last
         report = self._progress.report
         return RunResult(
             state=state,
             steps=self._progress.step,
             wall_s=self._progress.control.elapsed_s(),
-            final_loss=float(last.loss) if last else NAN,
+            final_loss=self.loss,
             before=evaluations[0] if evaluations else None,
             after=evaluations[-1] if evaluations else None,
             best=self._goal().best(evaluations[1:] or evaluations),

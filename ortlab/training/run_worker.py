@@ -369,7 +369,7 @@ class RunWorker:
                 )
                 try:
                     with around:
-                        work.callbacks.method(callback, event)()
+                        work.callbacks.call(callback, event)
                 except Abandoned:
                     raise
                 except BaseException as error:  # noqa: BLE001 - a callback may raise anything

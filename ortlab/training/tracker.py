@@ -24,7 +24,8 @@ from ortlab.utils.process_memory import SAMPLER, Meter
 
 B = TypeVar("B")
 
-_LOGGED = ("loss", "lr", "grad_norm", "samples", "tokens")
+LOGGED = ("loss", "lr", "grad_norm", "samples", "tokens")
+"""Values of a step that a loop can log."""
 
 
 class Tracker(Generic[B]):
@@ -132,9 +133,9 @@ class Tracker(Generic[B]):
             ValueError: If a name is unknown.
         """
         for name, value in values.items():
-            if name not in _LOGGED:
-                raise ValueError(f"cannot log {name!r}: {unknown_name(name, _LOGGED)}")
-            self.turn.logged[name] = _number(value)
+            if name not in LOGGED:
+                raise ValueError(f"cannot log {name!r}: {unknown_name(name, LOGGED)}")
+            self.turn.logged[name] = number(value)
 
     def status(self) -> Status:
         """Return the current status. See `ortlab.metrics.recorder.Watched.status`."""
@@ -315,7 +316,7 @@ class Turn:
         self.mark = now
         self.trained = True
         if loss.numel() == 1:
-            self.loss = _number(loss)
+            self.loss = number(loss)
 
     def before_optimizer(self) -> None:
         """Record the start of an optimizer step."""
@@ -336,7 +337,7 @@ class Turn:
         now = time.perf_counter()
         self.optimizer_s += now - self.mark
         self.mark = now
-        self.lr = _number(optimizer.param_groups[0]["lr"])
+        self.lr = number(optimizer.param_groups[0]["lr"])
 
 
 class Interception:
@@ -421,8 +422,12 @@ INTERCEPTION = Interception()
 """Interception of this process."""
 
 
-def _number(value: float | torch.Tensor) -> float | torch.Tensor:
-    """Return a float if that needs no wait, and otherwise a copy that later steps do not change."""
+def number(value: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a float if that needs no wait, and otherwise a copy that later steps do not change.
+
+    Args:
+        value: A number, or a tensor of one element.
+    """
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.detach()

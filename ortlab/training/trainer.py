@@ -211,7 +211,7 @@ class Trainer:
             self._state.drawn = before or random
             try:
                 with self._control.calling_back(name):
-                    self._callbacks.method(callback, event)()
+                    self._callbacks.call(callback, event)
             except Exception as error:  # noqa: BLE001 - a callback may raise anything
                 if self._failures.callback_failed(error, name):
                     self._callbacks.remove(callback)

@@ -1,4 +1,4 @@
-"""What a page shows once its kernel is gone: reopened, restarted, exported, printed."""
+"""Tests of pages whose kernel is gone: restarted, reopened, exported."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_a_run_cannot_wait_for_itself() -> None:
 
 
 def takes_more(args: Any, state: Any, control: Any) -> None:
-    """As a method of a Hugging Face callback."""
+    """Take the arguments of a Hugging Face callback."""
 
 
 @pytest.mark.parametrize(

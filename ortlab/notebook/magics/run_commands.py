@@ -29,7 +29,7 @@ _RESUMED = (
     *("model", "train", "eval_dataset", "loss", "metrics", "callbacks"),
     *("optimizer", "lr_scheduler", "collate_fn"),
 )
-"""What ``%ort resume`` takes by name."""
+"""Arguments of ``%ort resume`` that are names of variables."""
 
 
 class RunCommands:

@@ -34,13 +34,14 @@ Values = npt.NDArray[np.float64]
 """Values of one column of a series."""
 
 
-def text(watched: Watched) -> str:
+def text(watched: Watched, status: Status | None = None) -> str:
     """Return a run as plain text: a headline, then one line with bars per metric.
 
     Args:
         watched: The run.
+        status: The status to show; None for the current one.
     """
-    status = watched.status()
+    status = status or watched.status()
     rows = watched.recorder.rows()
     lines = [headline(watched.title, status), *status.lines]
     lines += [f"change {change.number}, {said(change)}" for change in changes(watched.recorder)]

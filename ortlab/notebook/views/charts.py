@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextvars
 import html
 import math
 import threading
@@ -24,7 +23,15 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.notebook.static_views import plain_text
 from ortlab.notebook.views import display
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import PLACE, Place, bundled, print_waiting, publish, still_of
+from ortlab.notebook.views.display import (
+    PLACE,
+    Place,
+    bundled,
+    print_waiting,
+    publish,
+    republish,
+    still_of,
+)
 from ortlab.notebook.views.pump import Ending, Pump
 from ortlab.notebook.views.rank_feed import RankFeed
 from ortlab.notebook.views.run_feed import WIRE, Feed
@@ -405,24 +412,19 @@ class Still:
         if self._closed or (now < self._due and state == self._state):
             return
         began = time.thread_time()
-        self._publish(self._bundle())
+        republish(self._bundle(), {}, self.mark)
         self._state = state
         self._due = now + max(STILL_S, (time.thread_time() - began) / STILL_SHARE)
 
     def close(self) -> None:
         """Empty the output, since a picture of the run follows."""
         self._closed = True
-        self._publish({"text/html": "", "text/plain": ""})
-
-    def _publish(self, data: dict[str, Any]) -> None:
-        # Published for the cell that runs now; see `_publish_picture`.
-        contextvars.Context().run(publish, data, {}, self.mark, update=True)
+        republish({"text/html": "", "text/plain": ""}, {}, self.mark)
 
     def _bundle(self) -> dict[str, Any]:
         when, status = time.strftime("%Y-%m-%d %H:%M:%S"), self._watched.status()
-        head = plain_text.headline(self._watched.title, replace(status, left_s=None))
-        _, *rest = text(self._watched).splitlines()
-        told = "\n".join([f"{self._advice()} Its state at {when}:", head, *rest])
+        state = plain_text.text(self._watched, replace(status, left_s=None))
+        told = f"{self._advice()} Its state at {when}:\n{state}"
         # Exported pages show <pre> in a proportional font, and JupyterLab breaks words.
         style = "font-family: monospace; line-height: 1.3; word-break: normal"
         page = f'<pre style="{style}">{html.escape(told)}</pre>'
@@ -464,9 +466,7 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     if replacing is None:
         publish(data, metadata, uuid.uuid4().hex)
     else:
-        # Published for the cell that runs now, not for the one that started this thread, because
-        # nbclient accepts no other output. The display id alone determines where it is shown.
-        contextvars.Context().run(publish, data, metadata, replacing, update=True)
+        republish(data, metadata, replacing)
     # After it is displayed: writing to a busy disk can take seconds.
     folder = getattr(watched, "folder", None)
     if folder is not None and not isinstance(watched, SavedRun):  # its folder may be read-only

@@ -69,6 +69,20 @@ def publish(
     )
 
 
+def republish(data: dict[str, Any], metadata: dict[str, Any], display_id: str) -> None:
+    """Replace an earlier display, from any thread.
+
+    It is published for the cell that runs now, not for the one that started the thread, because
+    nbclient accepts no other output. The display id alone determines where it is shown.
+
+    Args:
+        data: MIME bundle.
+        metadata: Metadata of the bundle.
+        display_id: Id of the display.
+    """
+    contextvars.Context().run(publish, data, metadata, display_id, update=True)
+
+
 def still_of(display_id: str) -> str:
     """Return the mark and display id of the output after a live view.
 
@@ -78,21 +92,22 @@ def still_of(display_id: str) -> str:
     return f"{display_id}-still"
 
 
-def still(mark: str, kind: str, page: str, *, beside: bool = False) -> str:
+def still(mark: str, kind: str, page: str, *, by_style: bool = False) -> str:
     """Return HTML for pages without a kernel: a reopened notebook, an HTML page, a printed one.
 
-    It belongs into the output after that of a live view, and is hidden where that is alive. Of a
-    view without a kernel JupyterLab shows no other form but an error line, which this hides.
+    It belongs into the output after that of a live view, whose script hides it (`hidesStill` in
+    js/src/elements.js). Of a view without a kernel JupyterLab shows no other form but an error
+    line, which this hides.
 
     Args:
         mark: Mark by which the live view finds it.
         kind: CSS class of the live view, or several with commas.
         page: The HTML to show.
-        beside: Whether to show it beside the live view, too.
+        by_style: Whether a style hides it, because the live view has no script of its own.
     """
     classes = ", ".join(f".{each}" for each in kind.split(","))
     here, child = f'[data-ortlab-still="{mark}"]', ".jp-OutputArea-child"
-    hides = "" if beside else f"{child}:has({classes}) + {child}:has({here}) {{display: none}}"
+    hides = f"{child}:has({classes}) + {child}:has({here}) {{display: none}}" if by_style else ""
     return (
         f"<style>{child}:has(+ {child} {here}):not(:has({classes})) {{display: none}} {hides}"
         f'</style><div data-ortlab-still="{mark}">{page}</div>'

@@ -6,7 +6,6 @@ separate output for saved notebooks, HTML pages and printed ones; the live table
 
 from __future__ import annotations
 
-import contextvars
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from IPython.display import publish_display_data
 from ortlab.history.listing import FIELDS, History, living_entries
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import bundled, publish, still
+from ortlab.notebook.views.display import bundled, publish, republish, still
 from ortlab.notebook.views.pump import Pump
 from ortlab.settings import RUN_SORTS
 
@@ -106,8 +105,7 @@ def show(history: History) -> Live | None:
 
     def finish() -> None:
         view.refresh()
-        # Published for the cell that runs now; see `charts._publish_picture`.
-        contextvars.Context().run(publish, _page(history.now(), mark), {}, mark, update=True)
+        republish(_page(history.now(), mark), {}, mark)
 
     pump = Pump(_Runs(history), view.refresh, finish)
     ends_with_cell(pump.close)

@@ -8,7 +8,6 @@ among the notebook's variables. The browser's side is js/src/form.js, which docu
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import re
@@ -87,7 +86,7 @@ _PLACES: Final = {
     "train": ("training data", "loader", "the data to train on"),
     "eval_dataset": ("evaluation data", "loader", "held-out data to evaluate the model on"),
 }
-"""What a run takes from the notebook: argument -> label, kind of variables, help."""
+"""Arguments that are variables of the notebook -> label, kind of variables, help."""
 _FIRST: Final = ("loss", LimitSettings.title, DataSettings.title, OptimSettings.title)
 """Setting and topics that come first in the panel, loss beside the data that it is computed of."""
 _MEANT: Final = (("loss", r"\bloss"), ("train", r"\b(batch|data)\b"))
@@ -727,9 +726,8 @@ def show(panel: Panel) -> None:
         if not panel.failed_at_start(run):
             return False
         view.send_news()
-        # As for a run's picture: the display id alone determines where it is shown.
-        for shown, about, where in ((data, metadata, display_id), (still, {}, mark)):
-            contextvars.Context().run(display.publish, shown, about, where, update=True)
+        display.republish(data, metadata, display_id)
+        display.republish(still, {}, mark)
         return True
 
     panel.started_in = lambda: display.shown_in(display.Place(display_id, take_back))

@@ -279,5 +279,5 @@ def show(plans: RecomputePlans) -> None:
     mark = display.still_of(display_id)
     data = dict(view._repr_mimebundle_() or {})
     display.publish({**data, "text/plain": "recompute plans"}, {}, display_id)
-    page = display.still(mark, _CLASS, plans._repr_html_())
+    page = display.still(mark, _CLASS, plans._repr_html_(), by_style=True)
     display.publish({"text/html": page, "text/plain": repr(plans)}, {}, mark)

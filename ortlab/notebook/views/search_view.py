@@ -6,7 +6,6 @@ and a printed one have its last state.
 
 from __future__ import annotations
 
-import contextvars
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from IPython.display import publish_display_data
 
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import print_waiting, still
+from ortlab.notebook.views.display import print_waiting, publish, republish, still
 from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
@@ -106,7 +105,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
     data = buttons.box._repr_mimebundle_()
     _publish({**data, "text/plain": f"{search.name}: {search.doing}"})
     print_waiting()
-    _publish(_page(search.standing, mark), mark)
+    publish(_page(search.standing, mark), {}, mark)
     ends_with_cell(buttons.close)
     shown = search.version
 
@@ -117,9 +116,7 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
             update()
 
     def update() -> None:
-        # Published for the cell that runs now, not for the one that started this thread, because
-        # nbclient accepts no other output. The display id alone determines where it is shown.
-        contextvars.Context().run(_publish, _page(search.standing, mark), mark, update=True)
+        republish(_page(search.standing, mark), {}, mark)
 
     def finish() -> None:
         update()
@@ -131,16 +128,15 @@ def _follow(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:
 def _page(standing: Any, mark: str) -> dict[str, str]:
     """Return the result as HTML that looks right without its buttons in a reopened notebook."""
     data = _shown(standing)
-    return {**data, "text/html": still(mark, _CLASS, data["text/html"], beside=True)}
+    return {**data, "text/html": still(mark, _CLASS, data["text/html"])}
 
 
 def _shown(standing: Any) -> dict[str, str]:
     return {"text/html": standing._repr_html_(), "text/plain": repr(standing)}
 
 
-def _publish(data: dict[str, Any], display_id: str = "", *, update: bool = False) -> None:
-    transient = {"display_id": display_id} if display_id else {}
-    publish_display_data(data, {}, transient=transient, update=update)  # type: ignore[no-untyped-call]
+def _publish(data: dict[str, Any]) -> None:
+    publish_display_data(data, {})  # type: ignore[no-untyped-call]
 
 
 def _print(search: Background[Any]) -> tuple[Pump, Callable[[], None]]:

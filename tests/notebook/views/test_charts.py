@@ -537,7 +537,8 @@ def test_a_saved_notebook_has_the_picture(tmp_path: Path, wait: str) -> None:
 
 def test_pages_without_a_kernel_have_the_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[dict[str, str]] = []
-    monkeypatch.setattr(charts, "publish", lambda data, *_, **__: published.append(data))
+    for name in ("publish", "republish"):
+        monkeypatch.setattr(charts, name, lambda data, *_, **__: published.append(data))
     monkeypatch.setattr(charts, "STILL_S", 0.0)
     run = Practice(steps=3, title="<b>mine</b>").start()
     still = charts.Still(run, "mark")

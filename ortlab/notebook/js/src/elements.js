@@ -45,5 +45,5 @@ export function retire(root, told) {
   if (root.inert) return;
   root.inert = true;
   root.style.opacity = "0.6";
-  root.before(make("div", "ortlab-gone", { role: "status", style: "font-weight: bold" }, told));
+  root.before(make("div", "ortlab-retired", { role: "status", style: "font-weight: bold" }, told));
 }

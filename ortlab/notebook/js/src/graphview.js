@@ -8,7 +8,7 @@
 import "./graphview.css";
 import { coloring, modes } from "./node_colors.js";
 import { Details } from "./details.js";
-import { button, make } from "./elements.js";
+import { button, hidesStill, make } from "./elements.js";
 import { Graph, MOST } from "./graph.js";
 import { Outline } from "./outline.js";
 import { Pane } from "./pane.js";
@@ -98,7 +98,6 @@ class View {
       this.code.hidden = false;
       this.code.addEventListener("click", (event) => this.#clickLine(event.target.closest("[data-line]")));
     }
-    this.still = make("style");
     const fold = button("ortlab-button", "Fold all", "Draw only the model's outermost modules", () => this.#foldAll());
     const unfold = button("ortlab-button", "Unfold all", "Draw every node", () => this.#unfoldAll());
     const colors = make("label", "ortlab-labelled", {}, "color by ", this.color);
@@ -107,7 +106,6 @@ class View {
       "section", "ortlab-graph", { "data-lm-suppress-shortcuts": "true", hidden: "" },
       this.code,
       make("div", "ortlab-head", {}, this.title, this.stage, make("span", "ortlab-spring"), fold, unfold, this.search, colors),
-      this.still,
       this.legend,
       this.note,
       make("div", "ortlab-body", {}, this.drawing, this.details.element),
@@ -147,8 +145,7 @@ class View {
 
   /** Hides the static picture, which is for pages without a kernel. */
   #hideStill() {
-    const mark = this.model.get("still");
-    if (mark) this.still.textContent = `[data-ortlab-still="${mark}"] { display: none; }`;
+    this.still ??= this.root.appendChild(hidesStill(this.model));
   }
 
   async #makePanes() {
