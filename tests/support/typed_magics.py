@@ -79,7 +79,8 @@ class Typist:
 
 @pytest.fixture
 def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
-    """Start a separate shell with the extension loaded; empty the session afterwards."""
+    """Start a separate shell with the extension loaded; empty the session before and afterwards."""
+    empty_session()
     InteractiveShell.clear_instance()
     config = Config(HistoryManager={"enabled": False})
     shell = InteractiveShell.instance(config=config, colors="nocolor")
@@ -87,15 +88,17 @@ def ip(capsys: pytest.CaptureFixture[str]) -> Iterator[Typist]:
     typist("%load_ext ortlab")
     typist(PRELUDE)
     yield typist
-    for run in session.runs:
+    empty_session()
+    ortlab.unload_ipython_extension(shell)
+    InteractiveShell.clear_instance()
+
+
+def empty_session() -> None:
+    """End and forget the session's runs, and unwrap its models."""
+    for run in (*session.runs, *session.trainers):
         run.stop()
         assert run.wait_over(60)
     session.runs.clear()
-    for trainer in session.trainers:
-        trainer.stop()
-        assert trainer.wait_over(60)
     for entry in session.wrapped.entries:
         assert entry.wrapper is not None
         session.wrapped.unwrap(entry.wrapper)
-    ortlab.unload_ipython_extension(shell)
-    InteractiveShell.clear_instance()

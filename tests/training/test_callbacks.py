@@ -86,6 +86,17 @@ def test_they_know_the_checkpoint_and_the_result() -> None:
     assert (result.state, result.steps, result.after) == ("finished", 8, run.result().after)
 
 
+def test_a_checkpoint_is_told_after_the_step_in_which_it_was_written() -> None:
+    class Waits(ortlab.Callback):
+        def on_step_end(self, run: Run) -> None:
+            if run.step == 5:
+                until(lambda: bool(run.checkpoints))
+
+    heard = Heard()
+    train(Network(), callbacks=[Waits(), heard], save_steps=5, max_steps=8)
+    assert heard.steps("on_checkpoint")[0] in (5, 6)  # the file is there before it is counted
+
+
 def test_random_numbers_that_they_draw_do_not_change_training() -> None:
     class Drawing(ortlab.Callback):
         def on_step_end(self, run: Run) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.metrics.evaluation import Evaluation, Goal, goal
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings.training import CheckpointSettings
 from ortlab.training import data_loading
 from ortlab.training.evaluator import Evaluator
@@ -94,7 +95,8 @@ def test_scores_that_are_nan_are_never_the_best() -> None:
     ],
 )
 def test_which_evaluation_is_the_best(name: str | None, mode: str, expected: Goal) -> None:
-    assert goal(CheckpointSettings(keep_best=name, keep_best_mode=mode)) == expected
+    metrics = UserMetrics({"f1": lambda *_: 0.0, "mine": lambda *_: 0.0})
+    assert goal(CheckpointSettings(keep_best=name, keep_best_mode=mode), metrics) == expected
 
 
 def test_what_is_shown_of_an_evaluation() -> None:

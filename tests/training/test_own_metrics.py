@@ -58,8 +58,18 @@ def test_the_best_checkpoint_is_that_of_the_metric(way: str, step: int) -> None:
     worse.calls = 0
     run = train(Network(), metrics=worse, keep_best="worse", keep_best_mode=way, **CHOSEN)
     (kept,) = [each for each in run.checkpoints if each.name == "best"]
-    assert Checkpoint.load(kept.path).position.step == step
+    taken = Checkpoint.load(kept.path)
+    assert taken.position.step == step
     assert run.result().best.step == step
+    weights = ortlab.open_run(run.name).weights()
+    assert weights.keys() == taken.model.keys()
+    assert all(torch.equal(value, taken.model[name]) for name, value in weights.items())
+    model = Network()
+    model.load_state_dict(weights)
+    with pytest.raises(
+        ValueError, match=f"{run.name} has no checkpoint 'bset': choose from best"
+    ):
+        run.weights("bset")
 
 
 def test_what_is_better_must_be_known() -> None:

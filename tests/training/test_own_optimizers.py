@@ -27,7 +27,7 @@ from ortlab.session import session
 from ortlab.training import settings_preview
 from ortlab.training.run import Run
 from tests.support.needed_engines import needs
-from tests.support.waiting import HANGS_S
+from tests.support.waiting import HANGS_S, until
 
 STEPS = 24
 Make = Callable[..., Any]
@@ -447,7 +447,7 @@ def test_a_run_is_resumed_exactly_in_a_new_process() -> None:
         run, model = course(name, callbacks=Saves())
         run.result(HANGS_S)
         whole[name] = weights(model).tolist()
-        (path,) = [each.path for each in run.checkpoints if each.name == "step-10"]
+        (path,) = [each.path for each in run.checkpoints if each.name == "last-10"]
         kept[name] = str(path)
     code = (
         "import json, sys; from tests.training import test_own_optimizers as t;"
@@ -697,6 +697,14 @@ def test_parameters_that_it_leaves_out_are_named_and_stay() -> None:
 # ---- other processes -----------------------------------------------------------------------------
 
 
+class AwaitsTheFirst(ortlab.Callback):
+    """Wait until the checkpoint of step 10 is written, before a newer one takes its place."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.step >= 10:
+            until(lambda: bool(run.checkpoints))
+
+
 @pytest.mark.parametrize("where", [{"workers": 2}, {"isolated": True}])
 def test_workers_build_them_from_factories(where: dict[str, Any]) -> None:
     data, held_out = (
@@ -718,12 +726,13 @@ def test_workers_build_them_from_factories(where: dict[str, Any]) -> None:
     model, other = net(), net()
     alone = ortlab.finetune(other, data, **chosen)
     alone.result(HANGS_S)
-    run = ortlab.finetune(model, data, save_steps=10, keep_checkpoints=9, **chosen, **where)
+    saved = {"save_steps": 10, "keep_checkpoints": 9, "callbacks": [AwaitsTheFirst()]}
+    run = ortlab.finetune(model, data, **saved, **chosen, **where)
     run.result(HANGS_S)
     assert rates(run) == pytest.approx(rates(alone))
     assert len(set(rates(run))) > 1
     torch.testing.assert_close(weights(model), weights(other), rtol=1e-4, atol=1e-6)
-    (kept,) = [each.path for each in run.checkpoints if each.name == "step-10"]
+    (kept,) = [each.path for each in run.checkpoints if each.name == "last-10"]
     third = net()
     ortlab.finetune(third, data, resume_from=kept, **chosen, workers=1, isolated=False).result(
         HANGS_S
