@@ -177,7 +177,7 @@ class History(Table[RunEntry]):
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
         if len(shown) < total:
-            notes.append(f"{len(shown):,} of {total:,} runs; --limit N shows more")
+            notes.append(f"{len(shown):,} of {total:,} runs; limit=N (--limit N) shows more")
         elif len(shown) > 1:
             notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
         notes += [self.hint] if self.hint else []

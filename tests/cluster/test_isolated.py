@@ -247,8 +247,10 @@ def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any
     run = ortlab.finetune(Network(), given, hold=True, **{**CHOSEN, "max_steps": 20}, **where)
     with pytest.raises(NotFinite) as raised:
         run.result(HANGS_S)
-    told = r"micro-batch [12]: the data has NaN in item 1 of the batch, sample \d+: index 7 of the "
-    assert re.search(told + "TensorDataset", "\n".join(raised.value.__notes__))
+    told = (
+        r"micro-batch [12]: the data has NaN in the batch's first element, an input, sample \d+: "
+    )
+    assert re.search(told + "index 7 of the TensorDataset", "\n".join(raised.value.__notes__))
     run.resume()
     assert run.result(HANGS_S).steps == 20
 
