@@ -134,6 +134,7 @@ class SavedRun(StoredRun):
                 *self._held_out(),
                 *self._told("early_stop"),
                 *self._told("skipped_data"),
+                *self._told("not_finite"),
                 *notes,
             ),
             error=self.error,

@@ -336,21 +336,25 @@ class FailureHandler:
         step = state.recorder.not_finite_step or state.step
         state.step = step - 1
         state.evaluated = min(state.evaluated, state.step)  # no weight has changed since
-        ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
         rate = f"learning_rate={settings.optim.learning_rate:g}"
         if settings.model.precision == "fp16":
             raise NotFinite(
                 f"the loss or its gradient overflows float16 at step {step} although the loss "
-                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run {ends} the last good "
-                f"weights. Choose precision='bf16', lower {rate}, or look for NaN in the data"
+                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; {self._weights()}. Choose "
+                f"precision='bf16', lower {rate}, or look for NaN in the data"
             )
         raise NotFinite(
-            f"the loss or its gradient is not finite at step {step}; the run {ends} the weights "
-            f"of step {step - 1}. Lower {rate}, or look for NaN in the data"
+            f"the loss or its gradient is not finite at step {step}; {self._weights()}. Lower "
+            f"{rate}, or look for NaN in the data"
         )
 
+    def _weights(self) -> str:
+        state = self._state
+        ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
+        return f"the run {ends} the weights of step {state.step}"
+
     def explain_not_finite(self, error: NotFinite, group: Sequence[Batch]) -> Cause | None:
-        """Find the first value that is not finite, and add a note to the error.
+        """Find the first value that is not finite, and have the error name it.
 
         Args:
             error: The exception.
@@ -370,8 +374,11 @@ class FailureHandler:
             cause = Cause.unknown(again)
         if cause is not None:
             told = f"{cause.told}{self._names(cause.rows, group)}"
-            error.add_note(f"in eager torch {told}")
             cause = dataclasses.replace(cause, told=told)
+            if self._state.settings.model.precision == "fp16":
+                error.add_note(f"in eager torch {told}")
+            else:
+                error.args = (f"{self._became(cause)}; {self._weights()}",)
         return cause
 
     def not_finite(self, error: NotFinite, cause: Cause | None, group: Sequence[Batch]) -> bool:
@@ -414,16 +421,16 @@ class FailureHandler:
             f"run.resume({typed(change)}) or the Resume button continues with these settings, "
             "run.resume() with the current ones; the data of the step is skipped"
         )
-        told = self._became(cause)
         in_data = cause is not None and cause.in_data
         if in_data:  # no settings would help
             change, hint = {}, _SKIPS
         elif (risen := self._risen()) is not None:
-            change, hint = {}, f"{risen}; {_START_AGAIN}"
-            told += f"; {risen}"
+            change, hint = {}, f"the weights are likely lost, as the loss {risen}; {_START_AGAIN}"
         where = "with the weights of step {step}"
         resumed = self.pause(
-            PauseReason(error, where, hint, "not finite", change, skips=in_data, told=told)
+            PauseReason(
+                error, where, hint, "not finite", change, skips=in_data, told=self._became(cause)
+            )
         )
         self.stopped_not_finite |= not resumed
         return resumed
@@ -437,11 +444,12 @@ class FailureHandler:
         if len(losses) and not np.isfinite(losses[-1]):
             what = f"the loss became {'NaN' if np.isnan(losses[-1]) else 'infinite'}"
         told = f"{what} at step {state.step + 1}"
-        if cause is not None:
-            told += f": {cause.told}"
-        if cause is None or not cause.in_data:
+        # The learning rate has no part in a first step, nor in bad data.
+        if state.step > state.began_at and (cause is None or not cause.in_data):
+            risen = self._risen()
+            told += f", after it {risen}" if risen and what.startswith("the loss") else ""
             told += f" (learning_rate={state.settings.optim.learning_rate:g})"
-        return told
+        return told if cause is None else f"{told}: {cause.told}"
 
     def _risen(self) -> str | None:
         """Return how the loss has risen, if it is far beyond where it began; else None."""
@@ -449,8 +457,7 @@ class FailureHandler:
         losses = losses[np.isfinite(losses)]
         if len(losses) < 2 or abs(losses[-1]) < _LOST * max(abs(losses[0]), 1e-3):
             return None
-        rise = f"from {losses[0]:.3g} to {losses[-1]:.3g}"
-        return f"the weights are likely lost, as the loss rose {rise}"
+        return f"rose from {losses[0]:.3g} to {losses[-1]:.3g}"
 
     def _names(self, rows: Sequence[int], group: Sequence[Batch]) -> str:
         """Name the samples at `rows` of a step's micro-batches as the user's Dataset does."""

@@ -174,7 +174,7 @@ class LoopRun(TrainerRun):
         loss = None if self._due is None else self._due["loss"]
         if self._bad is None and isinstance(loss, float) and self._backward and not isfinite(loss):
             self._bad = f"the loss is {loss} at step {self._step}"
-            self.tell("warning", self._bad)
+            self.tell("not_finite", self._bad)
         super().flush()
 
     def _lines(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import ortlab
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training.loop_run import LoopRun
@@ -239,6 +240,17 @@ def test_what_is_no_number(value: Any) -> None:
     assert column(run, "loss") != [3.0]
     (event,) = run.recorder.events("eval")
     assert math.isnan(event.values["f1"])
+
+
+def test_a_loss_that_is_nan_is_told_when_the_loop_is_over() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ortlab.track(model) as run:
+        for value in (1.0, math.nan, math.nan):
+            model(torch.full((2, 4), value)).sum().backward()
+            optimizer.step()
+    for each in (run, SavedRun(run.folder)):
+        assert "the loss is nan at step 2" in each.status().lines
 
 
 def test_ten_thousand_metrics() -> None:
