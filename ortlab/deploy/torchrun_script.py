@@ -155,7 +155,7 @@ class _Writer:
         if steps is None and schedule != "constant":
             self.notes.append(
                 f"the learning rate is constant: the {schedule} schedule needs the number of "
-                "steps; give --max-steps"
+                "steps; give max_steps=N (--max-steps N)"
             )
 
     def _loss_called(self, loss: Any) -> str | None:

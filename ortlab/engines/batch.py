@@ -8,7 +8,7 @@ last item of a tuple or list.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import nn
 
 from ortlab.engines.base import Batch, LossFunction
 from ortlab.settings import LOSSES
+from ortlab.utils.wording import ordinal
 
 _MOST_NAMES = 6
 TARGETS = ("labels", "label", "target", "targets")
+_LOSS_TYPED = f"loss={LOSSES[0]!r} (--loss {LOSSES[0]})"
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -54,6 +56,30 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     if isinstance(batch, tuple | list):
         return [tensor for value in batch for tensor in tensors(value)]
     return []
+
+
+def named_tensors(batch: Batch, *, has_target: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a batch with its name for the user.
+
+    Args:
+        batch: Batch in any form, nested containers included.
+        has_target: True if the last element of a tuple or list is the target.
+
+    Yields:
+        A name such as "the batch's second element, the targets" or "the batch's 'labels'", and the
+        tensor.
+    """
+    if isinstance(batch, torch.Tensor):
+        yield "the batch", batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from ((f"the batch's {key!r}", tensor) for tensor in tensors(value))
+    elif isinstance(batch, tuple | list):
+        for place, value in enumerate(batch):
+            name = f"the batch's {ordinal(place)} element"
+            if has_target and len(batch) > 1:
+                name += ", the targets" if place == len(batch) - 1 else ", an input"
+            yield from ((name, tensor) for tensor in tensors(value))
 
 
 def count(batch: Batch) -> tuple[int, int]:
@@ -246,7 +272,7 @@ def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
         if isinstance(error, TypeError) and mismatch:
             message = f"the batch ({described}) does not fit forward: {mismatch}"
             if not has_loss and arguments and _mismatch(module, arguments[:-1], named) is None:
-                message += f"; if its last item is the target, name a loss: --loss {LOSSES[0]}"
+                message += f"; if its last element is the targets, name a loss: {_LOSS_TYPED}"
             raise ValueError(message) from error
         error.add_note(f"the batch was ({described})")
         raise
@@ -341,7 +367,8 @@ def _own_loss(output: Any, batch: Batch) -> Any:
         has_target = isinstance(batch, Mapping) and any(name in batch for name in TARGETS)
         hint = "" if has_target or not isinstance(batch, Mapping) else "; the batch has no labels"
         raise ValueError(
-            f"the model returns no loss{hint}; name one: --loss {', '.join(LOSSES)}, or a function"
+            f"the model returns no loss{hint}; name one: {_LOSS_TYPED}, another of "
+            f"{', '.join(LOSSES[1:])}, or a function"
         )
     return found
 

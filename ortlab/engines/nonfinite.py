@@ -49,7 +49,7 @@ def first_bad(
     with _as_it_was(model), undisturbed_random():
         for number, batch in enumerate(micro_batches, 1):
             own = batches.to_device(batch, device)
-            in_batch, rows = _in_batch(own)
+            in_batch, rows = _in_batch(own, has_target=loss is not None)
             found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
             if found:
                 told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
@@ -75,16 +75,15 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _in_batch(batch: Batch) -> tuple[str, list[int]]:
+def _in_batch(batch: Batch, *, has_target: bool) -> tuple[str, list[int]]:
     """Describe the first part of `batch` that is not finite, and return its bad samples."""
-    named = batch.items() if isinstance(batch, dict) else enumerate(batches.tensors(batch), 1)
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or _good(tensor):
+    for name, tensor in batches.named_tensors(batch, has_target=has_target):
+        if not tensor.is_floating_point() or _good(tensor):
             continue
-        what = f"{name!r}" if isinstance(name, str) else f"item {name}"
         bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1) if tensor.dim() else None
         rows = [] if bad is None else bad.nonzero().flatten().tolist()
-        return f"the data has {_kind(tensor)} in {what} of the batch{_samples(rows)}", rows
+        kind = _kind(tensor).replace("infinite", "infinity")
+        return f"the data has {kind} in {name}{_samples(rows)}", rows
     return "", []
 
 

@@ -58,7 +58,7 @@ class RunEntry:
         size_bytes: Size of all files in the folder.
         note: Last note.
         tags: Tags, separated by spaces.
-        error: Message of the error that ended the run.
+        error: Error that ended the run, or failure that it was paused or stopped after.
         continues: Name of the run that this one continues.
         checkpoints: Number of saved checkpoints.
         folder: Folder of the run.

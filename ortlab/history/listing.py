@@ -23,7 +23,7 @@ GOES_ON: Final = "goes on as "
 """Prefix of the note that a run gets when another run continues it; it is stored on disk."""
 _SCORES: Final = 2
 """Number of metrics in a cell of the table."""
-_NOTE: Final = 80
+_NOTE: Final = 160
 """Maximum length of a note in a table."""
 _HIGH_FIRST: Final = {"created", "samples_per_s", "peak_bytes", "size_bytes", "steps", "wall_s"}
 
@@ -177,7 +177,7 @@ class History(Table[RunEntry]):
         shown = found if settings.limit is not None else found[:SHOWN]
         notes = []
         if len(shown) < total:
-            notes.append(f"{len(shown):,} of {total:,} runs; --limit N shows more")
+            notes.append(f"{len(shown):,} of {total:,} runs; limit=N (--limit N) shows more")
         elif len(shown) > 1:
             notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
         notes += [self.hint] if self.hint else []

@@ -80,7 +80,7 @@ def prune(settings: PruneSettings, filters: HistorySettings, root: Path | None =
     gone, left = [], []
     for entry in going:
         try:
-            _remove(entry.folder)
+            remove(entry.folder)
         except OSError as error:
             left.append(f"{entry.name} was not removed: {error}")
         else:
@@ -125,8 +125,15 @@ def _began(entry: RunEntry) -> datetime.datetime:
         return datetime.datetime.fromtimestamp(entry.folder.stat().st_mtime, datetime.UTC)
 
 
-def _remove(path: Path) -> None:
-    """Hide a run's folder by renaming it, then delete it; raise OSError if it is in use."""
+def remove(path: Path) -> None:
+    """Hide a run's folder by renaming it, then delete it.
+
+    Args:
+        path: Folder of a run.
+
+    Raises:
+        OSError: A process is training the run, or the folder cannot be removed.
+    """
     if path.is_symlink() or RunFolder(path).held():
         raise OSError("a process is using it")
     beside = path.with_name(f".{path.name}.{os.getpid()}.pruned")

@@ -56,7 +56,10 @@ class SavedRun(StoredRun):
 
     @property
     def error(self) -> str | None:
-        """Message of the error that ended the run; None without one."""
+        """Error that ended the run, or failure that it was paused or stopped after, with its cause.
+
+        None without one.
+        """
         return self.entry.error or None
 
     @property
@@ -127,7 +130,13 @@ class SavedRun(StoredRun):
             elapsed_s=entry.wall_s if entry.wall_s == entry.wall_s else 0.0,
             left_s=None,
             badges=tuple(badges),
-            lines=(*self._held_out(), *self._stopped_early(), *notes),
+            lines=(
+                *self._held_out(),
+                *self._told("early_stop"),
+                *self._told("skipped_data"),
+                *self._told("not_finite"),
+                *notes,
+            ),
             error=self.error,
         )
 
@@ -138,8 +147,9 @@ class SavedRun(StoredRun):
         last = evaluations[-1]
         return (f"held out at step {last.step}: {Evaluation.of(last.step, last.values)}",)
 
-    def _stopped_early(self) -> list[str]:
-        return [event.text for event in self.metrics.events if event.kind == "early_stop"]
+    def _told(self, kind: str) -> list[str]:
+        """Return the text of the last event of a kind; empty if there is none."""
+        return [event.text for event in self.metrics.events if event.kind == kind][-1:]
 
     def pause(self) -> None:
         """Do nothing: only the process that trains the run can pause it."""

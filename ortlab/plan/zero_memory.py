@@ -239,8 +239,8 @@ class ZeroPlan:
             notes.append(f"{fits} into {memory(self.memory_bytes)}")
         if self.activations is None:
             notes.append(
-                "activations are not included: give --hidden, --layers, --sequence and --batch, or "
-                "a model that engine 'ortmodule' has trained for a step"
+                "activations are not included: give hidden, layers, sequence and batch (--hidden "
+                "and so on), or a model that engine 'ortmodule' has trained for a step"
             )
         else:
             notes.append(f"activations: {self.activations.source}")

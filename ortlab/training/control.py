@@ -22,6 +22,7 @@ class PauseReason:
     """Reason of a pause that nobody asked for, and what resumes the run.
 
     ``where`` and ``hint`` complete "it waits ...: ...". ``what`` names the failure in a few words.
+    ``told`` describes it for the run's record; "" for the error with its notes.
     ``advice`` are the settings to resume with. ``skips`` is True if the run can skip the data of
     the step, the evaluation or the callback. ``passes`` is True if the run resumes by itself when
     the data comes that it is reading, or the callback returns.
@@ -34,6 +35,7 @@ class PauseReason:
     advice: Mapping[str, Any] = field(default_factory=dict)
     skips: bool = False
     passes: bool = False
+    told: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ortlab.engines import compatibility
 from ortlab.engines.base import Batch
 from ortlab.settings import DataSettings, FinetuneSettings
 from ortlab.utils.rng import RandomStates
+from ortlab.utils.wording import ordinal
 
 Read = Callable[[int], list[Any]]
 """Returns the next items of an epoch: the requested number of them, or the rest."""
@@ -103,8 +104,9 @@ class Batches:
     user's loader draws its order, if it has its own. ``workers_stay`` is True if the loader's
     workers outlive an epoch, and ``once`` if the data can be read only once. ``exact`` is True if
     no epoch has more items than ``length``; a loader of an IterableDataset may have, for example.
-    ``names(n, places)`` names the samples of a Dataset at these places of epoch `n`, and
-    ``collate_fn`` is the user's function that makes a batch of samples.
+    ``indices(n, places)`` are the indices of the samples at these places of epoch `n` in the
+    Dataset, whose class is ``kind``, and ``collate_fn`` is the user's function that makes a batch
+    of samples.
     """
 
     open: Callable[[int, int], Read]
@@ -115,7 +117,8 @@ class Batches:
     workers_stay: bool = False
     once: bool = False
     exact: bool = False
-    names: Callable[[int, Sequence[int]], str] | None = None
+    indices: Callable[[int, Sequence[int]], list[int]] | None = None
+    kind: str = ""
     collate_fn: Collate | None = None
 
     def within(self, around: Callable[[], AbstractContextManager[None]]) -> Batches:
@@ -144,6 +147,14 @@ class Batches:
     def unit(self) -> Unit:
         """Unit of the items."""
         return "micro-batches" if self.size is None else "samples"
+
+    def named(self, indices: list[int]) -> str:
+        """Name samples of the Dataset, such as "index 7 of the Table".
+
+        Args:
+            indices: Their indices, at least one.
+        """
+        return f"{_told(indices)} of the {self.kind}"
 
     def epoch(self, number: int, skip: int = 0, *, size: int | None = None) -> Epoch:
         """Return an epoch.
@@ -453,11 +464,12 @@ def _batched(data: Any, length: int | None, settings: DataSettings, *, shuffle: 
         left = itertools.islice(order(number), skip, None)
         return lambda count: _fetched(data, list(itertools.islice(left, count)))
 
-    def names(number: int, places: Sequence[int]) -> str:
+    def indices(number: int, places: Sequence[int]) -> list[int]:
         given = order(number)
-        return f"{_told([given[place] for place in places])} of the {type(data).__name__}"
+        return [given[place] for place in places]
 
-    return Batches(begin, length, settings.batch_size, exact=True, names=names)
+    kind = type(data).__name__
+    return Batches(begin, length, settings.batch_size, exact=True, indices=indices, kind=kind)
 
 
 def _shuffled(length: int, seed: int, epoch: int) -> list[int]:
@@ -520,7 +532,7 @@ def collate(samples: Sequence[Any]) -> Batch:
         }
     if isinstance(first, tuple | list):
         return [
-            _stack(f"item {place}", values)
+            _stack(f"the {ordinal(place)} element", values)
             for place, values in enumerate(zip(*samples, strict=True))
         ]
     return _stack("the data", samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -17,6 +18,7 @@ from ortlab.metrics.recorder import INDEX
 from ortlab.settings import LOWEST_LOSS_SCALE, FinetuneSettings
 from ortlab.training.control import PauseReason
 from ortlab.training.memory_advice import hint as memory_hint
+from ortlab.training.skipped_data import SkippedData, fingerprints
 from ortlab.training.training_state import count_of
 from ortlab.utils.errors import forget_locals, message
 from ortlab.utils.threads import trim
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 
 _START_AGAIN = "stop the run, and start again with a lower learning_rate and fresh=True (--fresh)"
+_SKIPS = (
+    "run.resume() or the Resume button skips the data of the step, now and in later epochs; "
+    "run.resume(skip=True) skips all data that is not finite without another pause"
+)
 _LOST: Final = 1e3
 """Rise of the loss, as a factor, after which no learning rate makes up for the weights."""
 
@@ -70,6 +76,8 @@ class FailureHandler:
         control: Control that pauses the run.
         advisor: Advisor for settings that need less memory.
         proceed: Waits while the run is paused, and returns False if the run is to end.
+        keep_failure: Receives the description of a failure when the run pauses for it, and "" when
+            the run is resumed.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class FailureHandler:
         control: Control,
         advisor: MemoryAdvisor,
         proceed: Callable[[], bool],
+        keep_failure: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.stopped_not_finite = False
         """True if the run was stopped while it was paused for values that are not finite."""
@@ -88,6 +97,8 @@ class FailureHandler:
         self._control = control
         self._advisor = advisor
         self._proceed = proceed
+        self._keep_failure = keep_failure
+        self._bad_data = SkippedData()
         self._ended_at: tuple[int, int] | None = None  # epoch and item of an early end of the data
 
     @property
@@ -111,11 +122,20 @@ class FailureHandler:
         if not self.waits:
             raise error
         forget_locals(error)  # the interrupted computation uses memory
-        self._control.hold(reason)
         said = " ".join(message(error).split())
-        state = self._state
-        state.tell("warning", f"paused at step {state.step}: {type(error).__name__}: {said}")
-        return self._proceed()
+        notes = getattr(error, "__notes__", ())
+        told = reason.told or "; ".join((f"{type(error).__name__}: {said}", *notes))
+        return self._wait(reason, told, f"paused at step {self._state.step}: {told}")
+
+    def _wait(self, reason: PauseReason, told: str, event: str) -> bool:
+        """Record a failure, pause the run, and wait while it is paused."""
+        self._keep_failure(told)  # before anybody knows of the pause, and may kill the process
+        self._control.hold(reason)
+        self._state.tell("warning", event)
+        resumed = self._proceed()
+        if resumed:
+            self._keep_failure("")
+        return resumed
 
     def free_memory(self, error: Exception) -> None:
         """Release the memory of an interrupted computation.
@@ -255,9 +275,8 @@ class FailureHandler:
             told = typed(changes)
             hint = f"out of memory; run.resume({told}) or the Resume button continues from there"
         where = "at step {step}, the one of its last checkpoint"
-        self._control.hold(PauseReason(error, where, hint, advice=changes))
-        state.tell("warning", f"paused: {error}")
-        return self._proceed()
+        reason = PauseReason(error, where, hint, advice=changes)
+        return self._wait(reason, f"{error}", f"paused: {error}")
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -317,21 +336,25 @@ class FailureHandler:
         step = state.recorder.not_finite_step or state.step
         state.step = step - 1
         state.evaluated = min(state.evaluated, state.step)  # no weight has changed since
-        ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
         rate = f"learning_rate={settings.optim.learning_rate:g}"
         if settings.model.precision == "fp16":
             raise NotFinite(
                 f"the loss or its gradient overflows float16 at step {step} although the loss "
-                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; the run {ends} the last good "
-                f"weights. Choose precision='bf16', lower {rate}, or look for NaN in the data"
+                f"scale has fallen to {LOWEST_LOSS_SCALE:g}; {self._weights()}. Choose "
+                f"precision='bf16', lower {rate}, or look for NaN in the data"
             )
         raise NotFinite(
-            f"the loss or its gradient is not finite at step {step}; the run {ends} the weights "
-            f"of step {step - 1}. Lower {rate}, or look for NaN in the data"
+            f"the loss or its gradient is not finite at step {step}; {self._weights()}. Lower "
+            f"{rate}, or look for NaN in the data"
         )
 
+    def _weights(self) -> str:
+        state = self._state
+        ends = "has" if self._policy.waits and state.step > state.began_at else "ends with"
+        return f"the run {ends} the weights of step {state.step}"
+
     def explain_not_finite(self, error: NotFinite, group: Sequence[Batch]) -> Cause | None:
-        """Find the first value that is not finite, and add a note to the error.
+        """Find the first value that is not finite, and have the error name it.
 
         Args:
             error: The exception.
@@ -350,15 +373,23 @@ class FailureHandler:
         except Exception as again:  # noqa: BLE001 - it may fail as the step did, in any way
             cause = Cause.unknown(again)
         if cause is not None:
-            error.add_note(f"in eager torch {cause.told}{self._names(cause.rows, group)}")
+            told = f"{cause.told}{self._names(cause.rows, group)}"
+            cause = dataclasses.replace(cause, told=told)
+            if self._state.settings.model.precision == "fp16":
+                error.add_note(f"in eager torch {told}")
+            else:
+                error.args = (f"{self._became(cause)}; {self._weights()}",)
         return cause
 
-    def not_finite(self, error: NotFinite, cause: Cause | None) -> bool:
+    def not_finite(self, error: NotFinite, cause: Cause | None, group: Sequence[Batch]) -> bool:
         """Pause a run after a step that was not finite.
+
+        A step whose data the user has accepted before is skipped without a pause.
 
         Args:
             error: The exception.
             cause: Result of `explain_not_finite`.
+            group: Micro-batches of the step.
 
         Returns:
             True if the run continues without the step.
@@ -366,6 +397,20 @@ class FailureHandler:
         Raises:
             NotFinite: `error` if nobody could resume the run.
         """
+        if cause is None or not cause.in_data:
+            return self._pause_not_finite(error, cause)
+        data = self._bad_data
+        rows = fingerprints(group, cause.rows)
+        if not (self.waits and data.accepts(rows)):
+            if not self._pause_not_finite(error, cause):
+                return False
+            data.accept(rows, all_others=self._control.skipping)
+        data.add(self._state.step + 1, self._indices(cause.rows, group))
+        self._state.tell("skipped_data", str(data))
+        return True
+
+    def _pause_not_finite(self, error: NotFinite, cause: Cause | None) -> bool:
+        """Pause with advice that suits the cause; return True if the run is resumed."""
         settings = self._state.settings
         change: dict[str, Any] = {
             "learning_rate": float(f"{settings.optim.learning_rate / 10:.3g}")
@@ -376,14 +421,35 @@ class FailureHandler:
             f"run.resume({typed(change)}) or the Resume button continues with these settings, "
             "run.resume() with the current ones; the data of the step is skipped"
         )
-        if cause is not None and cause.in_data:  # no settings would help
-            change, hint = {}, "run.resume() or the Resume button skips the data of the step"
+        in_data = cause is not None and cause.in_data
+        if in_data:  # no settings would help
+            change, hint = {}, _SKIPS
         elif (risen := self._risen()) is not None:
-            change, hint = {}, f"{risen}; {_START_AGAIN}"
+            change, hint = {}, f"the weights are likely lost, as the loss {risen}; {_START_AGAIN}"
         where = "with the weights of step {step}"
-        resumed = self.pause(PauseReason(error, where, hint, "not finite", change))
+        resumed = self.pause(
+            PauseReason(
+                error, where, hint, "not finite", change, skips=in_data, told=self._became(cause)
+            )
+        )
         self.stopped_not_finite |= not resumed
         return resumed
+
+    def _became(self, cause: Cause | None) -> str:
+        """Return what is not finite in the step after the last good one, with the cause."""
+        state = self._state
+        rows, _ = state.recorder.since(max(state.recorder.count - 64, 0))
+        losses = rows[rows[:, INDEX["step"]] == state.step + 1, INDEX["loss"]]
+        what = "a gradient became NaN or infinite"
+        if len(losses) and not np.isfinite(losses[-1]):
+            what = f"the loss became {'NaN' if np.isnan(losses[-1]) else 'infinite'}"
+        told = f"{what} at step {state.step + 1}"
+        # The learning rate has no part in a first step, nor in bad data.
+        if state.step > state.began_at and (cause is None or not cause.in_data):
+            risen = self._risen()
+            told += f", after it {risen}" if risen and what.startswith("the loss") else ""
+            told += f" (learning_rate={state.settings.optim.learning_rate:g})"
+        return told if cause is None else f"{told}: {cause.told}"
 
     def _risen(self) -> str | None:
         """Return how the loss has risen, if it is far beyond where it began; else None."""
@@ -391,16 +457,20 @@ class FailureHandler:
         losses = losses[np.isfinite(losses)]
         if len(losses) < 2 or abs(losses[-1]) < _LOST * max(abs(losses[0]), 1e-3):
             return None
-        rise = f"from {losses[0]:.3g} to {losses[-1]:.3g}"
-        return f"the weights are likely lost, as the loss rose {rise}"
+        return f"rose from {losses[0]:.3g} to {losses[-1]:.3g}"
 
     def _names(self, rows: Sequence[int], group: Sequence[Batch]) -> str:
         """Name the samples at `rows` of a step's micro-batches as the user's Dataset does."""
+        found = self._indices(rows, group)
+        return f": {self._state.train.named(found)}" if found else ""
+
+    def _indices(self, rows: Sequence[int], group: Sequence[Batch]) -> list[int]:
+        """Return the indices in the user's Dataset of the samples at `rows`; empty without one."""
         state = self._state
-        if state.train.names is None or not rows:
-            return ""
+        if state.train.indices is None or not rows:
+            return []
         first = state.read - sum(batches.count(batch)[0] for batch in group)
-        return f": {state.train.names(state.epoch, [first + row for row in rows])}"
+        return state.train.indices(state.epoch, [first + row for row in rows])
 
     def _device(self) -> str:
         return training_device(self._state.settings.parallel.device).type

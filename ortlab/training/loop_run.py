@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
+from ortlab.engines.batch import count, tensors
 from ortlab.metrics.recorder import NAN, Watched
 from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
@@ -40,8 +41,9 @@ class LoopRun(TrainerRun):
     several. Steps of other models, as in a GAN, belong to it. The loss is the sum of the values on
     which ``backward`` was called since the last step of any optimizer, unless it is logged: with a
     GradScaler, or where micro-batches are not divided by their number, log the loss itself. Samples
-    and tokens are those that the model was called with in training mode. Forward and backward times
-    are those before and in ``backward``.
+    and tokens are those of the calls of the model that a backward pass went through. Forward and
+    backward times are those before and in ``backward``. Validation is no part of a step: the step's
+    time begins after the last call in evaluation mode, or with gradients that no backward used.
 
     Args:
         model: The model that the loop trains, wrapped or not.
@@ -53,6 +55,8 @@ class LoopRun(TrainerRun):
         step: Optimizer steps that the loaded state has done.
         earlier: Run that this one continues, if its metrics are known.
     """
+
+    turn: _LoopStep
 
     def __init__(
         self,
@@ -84,6 +88,8 @@ class LoopRun(TrainerRun):
         self._bad: str | None = None
         self._backward = False  # whether the loss of the last step was seen or logged
         self._loop_state = state
+        self.turn = _LoopStep(self._free, self)
+        self._after_forward = model.register_forward_hook(self._called)
         self._saved = time.monotonic()
         self._writer = CheckpointWriter(
             self._folder,
@@ -153,6 +159,7 @@ class LoopRun(TrainerRun):
             error: What the loop raised; None if it did not raise.
             why: Reason of a failure whose error is not known.
         """
+        self._after_forward.remove()
         if not self.over() and self._loop_state is not None:
             self._writer.close()
             try:
@@ -167,7 +174,7 @@ class LoopRun(TrainerRun):
         loss = None if self._due is None else self._due["loss"]
         if self._bad is None and isinstance(loss, float) and self._backward and not isfinite(loss):
             self._bad = f"the loss is {loss} at step {self._step}"
-            self.tell("warning", self._bad)
+            self.tell("not_finite", self._bad)
         super().flush()
 
     def _lines(self) -> tuple[str, ...]:
@@ -218,9 +225,30 @@ class LoopRun(TrainerRun):
         kept = dict(list(metrics.items())[:MOST])
         self.evaluated({f"eval_{name}": value for name, value in {"loss": loss, **kept}.items()})
 
+    def free(self) -> None:
+        """Start the next step's time now, unless the step has begun to train."""
+        super().free()
+        if not (self.turn.trained or self.turn.samples):
+            self.turn = _LoopStep(self._free, self)
+
     def _meet(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._counts_calls:
-            super()._meet(model, args, kwargs)
+        if self.over():
+            return
+        found = count(args if tensors(args) else kwargs) if self._counts_calls else (0, 0)
+        self.turn.begin_call(_Call(self, found, model))
+
+    def _called(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        """Have the backward pass through the output of a call tell that the call has trained."""
+        if self.over():
+            return
+        call = self.turn.calls[-1]
+        call.end = time.perf_counter()
+        outputs = tensors(output)
+        for each in outputs:
+            if each.requires_grad:
+                each.register_hook(call.trains)  # type: ignore[no-untyped-call]
+        if not outputs and call.has_gradients and call.in_training:  # an object of the user
+            call.trains()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """End a step, unless another optimizer than the model's first has made it.
@@ -246,21 +274,92 @@ class LoopRun(TrainerRun):
         self.turn = _LoopStep(self._free, self)
 
 
+class _Call:
+    """A call of the model, which trains if a backward pass goes through its output."""
+
+    def __init__(self, run: LoopRun, counted: tuple[int, int], model: nn.Module) -> None:
+        self._run = run
+        self._counted = counted
+        self.in_training = model.training
+        self.has_gradients = torch.is_grad_enabled()
+        self.trained = False
+        self.start = self.end = time.perf_counter()
+
+    @property
+    def validates(self) -> bool:
+        """True if the call, unless a backward uses it, is no part of a training step.
+
+        A call in training mode without gradients may be: it makes targets, or a rollout.
+        """
+        return self.has_gradients or not self.in_training
+
+    def trains(self, _: Any = None) -> None:
+        """Count the samples of the call, once; autograd calls this in the backward pass."""
+        if not self.trained:
+            self.trained = True
+            samples, tokens = self._counted
+            self._run.turn.samples += samples
+            self._run.turn.tokens += tokens
+
+
 class _LoopStep(Step):
     """A step that ends itself when the optimizer has made it."""
 
     def __init__(self, began: float, run: LoopRun) -> None:
         super().__init__(began)
         self._run = run
-        self._called = False
+        self._has_data = False
+        self.calls: list[_Call] = []
+        """Calls of the model that no backward has used so far."""
+        self._ready = 0.0  # start of the last backward
+        self._after = began  # end of the backward before it
 
     def count(self, batch: Any) -> None:
         """See `Step.count`; the time before the first batch is that of the data."""
-        if not self._called:
-            self._called = True
+        self._note_data()
+        super().count(batch)
+
+    def begin_call(self, call: _Call) -> None:
+        """Add a call of the model, which begins now.
+
+        Args:
+            call: The call.
+        """
+        self._note_data()
+        self.calls.append(call)
+
+    def _note_data(self) -> None:
+        if not self._has_data:
+            self._has_data = True
             now = time.perf_counter()
             self.data_s, self.mark = now - self.began, now
-        super().count(batch)
+
+    def before_backward(self) -> None:
+        """See `Turn.before_backward`."""
+        super().before_backward()
+        self._ready = self.mark
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """See `Step.after_backward`; time until the end of a validation is left out."""
+        super().after_backward(loss)
+        # Recomputation calls the model in the backward itself.
+        used = [at for at, each in enumerate(self.calls) if each.trained]
+        used = [at for at in used if self.calls[at].start < self._ready]
+        if used:
+            first = self.calls[used[0]]
+            unused = [each.end for each in self.calls[: used[0]] if each.validates]
+            if unused and unused[-1] > self._after:
+                self._leave_out(until=unused[-1], first=first)
+            self.calls = self.calls[used[-1] + 1 :]
+        self._after = self.mark
+
+    def _leave_out(self, *, until: float, first: _Call) -> None:
+        """Leave out the time between the last backward and the end of a validation."""
+        if self._after == self.began:
+            self.data_s, self.forward_s = first.start - until, self._ready - first.start
+        else:
+            self.forward_s -= until - self._after
+        self.began += until - self._after
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """See `Turn.after_optimizer`."""

@@ -269,7 +269,9 @@ class Run(StoredRun):
 
         Args:
             skip: Skip the samples of the step in which the data failed, or the evaluation that
-                failed; call a callback that failed no more.
+                failed; call a callback that failed no more. If the data was not finite, skip all
+                such data from now on without another pause; otherwise only the same samples are
+                skipped in later epochs.
             **changes: Settings to change first, as in `apply`.
 
         Raises:
@@ -278,8 +280,9 @@ class Run(StoredRun):
         held = self._control.held
         if skip and not (held is not None and held.skips):
             raise ValueError(
-                "skip=True skips samples of a Dataset that could not be read, an evaluation or a "
-                f"callback that failed, but none of these paused {self.name}; use run.resume()"
+                "skip=True skips samples of a Dataset that could not be read, data that is not "
+                "finite, an evaluation or a callback that failed, but none of these paused "
+                f"{self.name}; use run.resume()"
             )
         if changes:
             self.apply(**changes)

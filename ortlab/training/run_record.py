@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
 from ortlab.training.run_result import RunResult
 from ortlab.utils.environment import environment
-from ortlab.utils.errors import message, out_of_memory
+from ortlab.utils.errors import concise, message, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, Meter
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class RunRecord:
         """Class of the model."""
         self.meter: Meter | None = None
         """Memory meter of this process, from `begin` on."""
+        self.failure = ""
+        """Failure that the run is paused for, or that it was stopped after; "" without one."""
         self._progress = progress
         self._parameters = sum(p.numel() for p in model.parameters())
         self._names = dict(names or {})
@@ -97,6 +99,24 @@ class RunRecord:
         progress = self._progress
         at = progress.step if step is None else step
         self.recorder.event(Event(kind, at, progress.control.elapsed_s(), text))
+
+    def keep_failure(self, told: str) -> None:
+        """Write a failure that pauses the run to its folder, in case the process ends in the pause.
+
+        Args:
+            told: Description of the failure; "" when the run is resumed.
+        """
+        self.failure = told
+        self.pending.write("the description", functools.partial(self._write_about, None))
+
+    @property
+    def told_error(self) -> str | None:
+        """Error that ended the run, or failure that it waits for or was stopped after."""
+        if self._progress.error is not None:
+            return "\n".join(concise(self._progress.error))
+        if not self.failure:
+            return None
+        return f"{'stopped' if self._progress.control.stopping else 'paused'} after {self.failure}"
 
     def keep(self, taken: Checkpoint) -> None:
         """Write a checkpoint in the background, and delete those beyond ``keep_checkpoints``.
@@ -144,7 +164,9 @@ class RunRecord:
         if self.meter is not None:
             SAMPLER.end(self.meter)
         if progress.error is not None:
-            self.event("error", f"{type(progress.error).__name__}: {message(progress.error)}")
+            notes = getattr(progress.error, "__notes__", ())
+            told = f"{type(progress.error).__name__}: {message(progress.error)}"
+            self.event("error", "; ".join((told, *notes)))
         self.event("state", progress.ended)
         progress.result = self.summary(progress.ended)
         self.pending.write("the metrics", self.recorder.close)
@@ -218,17 +240,15 @@ class RunRecord:
 
     def _write_about(self, result: RunResult | None) -> None:
         progress = self._progress
-        ended = None
+        ended: dict[str, Any] = {"error": self.told_error}
         if result is not None:
-            error = progress.error
-            ended = {
+            ended |= {
                 "steps": result.steps,
                 "engine_asked": progress.settings.model.engine,
                 "engine_used": progress.engine_used,
                 "precision": progress.settings.model.precision,
                 "workers": progress.settings.parallel.workers,
                 "fallback_reason": progress.fallback_reason,
-                "error": error and f"{type(error).__name__}: {message(error)}",
                 "result": result.as_dict(),
             }
         self.folder.write_about(

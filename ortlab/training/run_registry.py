@@ -6,6 +6,7 @@ after a cell has dropped its name for them, it keeps no run, model or data alive
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -142,6 +143,21 @@ class RunRegistry:
         self._data[model] = _weak(data)
         self._wrapped[run] = wrapped
         self._folders.setdefault(model, []).append(run.folder)
+
+    def discard(self, run: Run) -> None:
+        """Forget a run that made no step, and remove its folder.
+
+        Args:
+            run: The run, which is over.
+        """
+        from ortlab.history.prune import remove  # heavy: numpy
+
+        with contextlib.suppress(OSError):  # it stays in the history if its folder is in use
+            remove(run.folder)
+            self.runs.remove(run)
+            for folders in self._folders.values():
+                if run.folder in folders:
+                    folders.remove(run.folder)
 
     @property
     def last_run(self) -> Run | None:

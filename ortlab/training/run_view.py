@@ -101,10 +101,10 @@ class RunView:
         return self._record.folder.name
 
     def _told_error(self) -> str | None:
-        held, error = self._progress.control.held, self._progress.error
+        held = self._progress.control.held
         if held is not None and held.what:
             return "\n".join(concise(self.pause_error(held)))
-        return None if error is None else "\n".join(concise(error))
+        return None if held is not None else self._record.told_error
 
     def _left_s(self, *, over: bool) -> float | None:
         progress, recorder = self._progress, self._record.recorder
@@ -146,6 +146,7 @@ class RunView:
             first = f" (before training: {before})" if after.step else ""
             lines.append(f"held out at step {after.step}: {after}{first}")
         lines += [event.text for event in record.recorder.events("early_stop")]
+        lines += [event.text for event in record.recorder.events("skipped_data")[-1:]]
         if skipped := int(record.recorder.total("skipped")):
             lines.append(told_skipped(skipped, record.loss_scale))
         report = progress.report

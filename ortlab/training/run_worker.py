@@ -186,6 +186,7 @@ class RunWorker:
             metrics=work.metrics,
             callbacks=work.callbacks,
             written=lambda: record.checkpoints.written,
+            keep_failure=record.keep_failure,
             faults=work.faults,
         )
 

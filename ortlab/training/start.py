@@ -227,7 +227,7 @@ class RunModel:
         try:
             files[self._original] = initial_weights.save(self._original, self.run.folder)
         except (NotSaved, ValueError) as error:
-            tell(f"--fresh will not be possible: {error}")
+            tell(f"fresh=True (--fresh) will not be possible: {error}")
 
     def first_nonfinite(
         self, stepper: Stepper, micro_batches: Sequence[Any], settings: FinetuneSettings
@@ -323,7 +323,7 @@ class RunStarter:
             return None, []
         offer = "create the model again for a fresh start"
         if file is not None and file.exists():
-            offer = f"--fresh (fresh=True) starts from the weights before {first}"
+            offer = f"fresh=True (--fresh) starts from the weights before {first}"
         return None, [f"continues from weights that {past}; {offer}"]
 
     def _create(

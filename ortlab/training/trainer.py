@@ -64,6 +64,8 @@ class Trainer:
         metrics: The user's metrics, computed in each evaluation.
         callbacks: The user's callbacks.
         written: Returns the number of checkpoints that were written.
+        keep_failure: Receives the description of a failure that pauses the run, and "" when the
+            run is resumed.
 
     Raises:
         ValueError: If `begin` does not match the settings or the data.
@@ -88,6 +90,7 @@ class Trainer:
         metrics: UserMetrics | None = None,
         callbacks: RunCallbacks | None = None,
         written: Callable[[], int] = lambda: 0,
+        keep_failure: Callable[[str], object] = lambda _: None,
     ) -> None:
         if begin is not None:
             begin = dataclasses.replace(begin, position=place(begin, train, settings))
@@ -111,7 +114,12 @@ class Trainer:
         self._checkpoints = CheckpointSchedule(state, control, keep)
         self._advisor = MemoryAdvisor(faults.peak_bytes, own_batches=train.size is None)
         self._failures = FailureHandler(
-            state, faults, control=control, advisor=self._advisor, proceed=self._proceed
+            state,
+            faults,
+            control=control,
+            advisor=self._advisor,
+            proceed=self._proceed,
+            keep_failure=keep_failure,
         )
         self._callbacks = callbacks
         self._written = written
@@ -439,7 +447,7 @@ class Trainer:
         first = state.step + 1
         if not self._changes.can_rebuild or state.step == state.began_at:
             raise error
-        if not self._failures.not_finite(error, cause):
+        if not self._failures.not_finite(error, cause, group):
             return False
         taken = state.checkpoint()
         self._recorder.count  # noqa: B018 - makes the recorder find the bad losses

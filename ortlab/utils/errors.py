@@ -82,12 +82,25 @@ def brief(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*arguments, **options)
         except ValueError as error:
-            raised_at = traceback.extract_tb(error.__traceback__)[-1].filename
-            if _OURS in Path(raised_at).parents:
+            if is_refusal(error):
                 shorten(error)
             raise
 
     return call
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return True if ortlab itself raised `error` because of a setting, the model or the data.
+
+    Args:
+        error: The exception, with its traceback.
+
+    Returns:
+        True for a ValueError of ortlab's own code; False for one of the user's code or a library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and _OURS in Path(frames[-1].filename).parents
+    return ours and isinstance(error, ValueError)
 
 
 def message(error: BaseException) -> str:

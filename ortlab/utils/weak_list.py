@@ -33,6 +33,15 @@ class Recent(Generic[T]):
         self._known = [*map(weakref.ref, self), weakref.ref(begun)]
         self._last = begun if self._keeps_last else None
 
+    def remove(self, ended: T) -> None:
+        """Remove an object.
+
+        Args:
+            ended: The object.
+        """
+        self._known = [weakref.ref(each) for each in self if each is not ended]
+        self._last = self.last if self._keeps_last else None
+
     def clear(self) -> None:
         """Remove all objects."""
         self._known, self._last = [], None

@@ -16,6 +16,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+_ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def ordinal(place: int) -> str:
+    """Return the place of an element in words, such as "second" or "9th".
+
+    Args:
+        place: Place, counted from 0.
+    """
+    return _ORDINALS[place] if place < len(_ORDINALS) else f"{place + 1}th"
+
+
 FEW: Final = 3
 """Number of names that a sentence lists."""
 

@@ -236,10 +236,10 @@ def test_memory_that_does_not_suffice_for_an_evaluation_there() -> None:
 def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any]) -> None:
     """The note names the layer, and for data the sample; the run keeps the weights from before."""
     run = begin(Overflowing(), hold=True, max_steps=20, **where)
-    with pytest.raises(NotFinite, match="not finite at step") as raised:
+    with pytest.raises(NotFinite) as raised:
         run.result(HANGS_S)
-    notes = "\n".join(raised.value.__notes__)
-    assert "micro-batch 1: the input of first (Linear) is the first infinite value" in notes
+    told = "micro-batch 1: the input of first (Linear) is the first infinite value"
+    assert told in str(raised.value)
     run.stop()
     run.result(HANGS_S)
     given = data()
@@ -247,8 +247,10 @@ def test_numbers_that_fail_there_are_named_as_in_the_kernel(where: dict[str, Any
     run = ortlab.finetune(Network(), given, hold=True, **{**CHOSEN, "max_steps": 20}, **where)
     with pytest.raises(NotFinite) as raised:
         run.result(HANGS_S)
-    told = r"micro-batch [12]: the data has NaN in item 1 of the batch, sample \d+: index 7 of the "
-    assert re.search(told + "TensorDataset", "\n".join(raised.value.__notes__))
+    told = (
+        r"micro-batch [12]: the data has NaN in the batch's first element, an input, sample \d+: "
+    )
+    assert re.search(told + "index 7 of the TensorDataset", str(raised.value))
     run.resume()
     assert run.result(HANGS_S).steps == 20
 

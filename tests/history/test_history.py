@@ -616,7 +616,7 @@ def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
     assert len(history) == 52
     assert history[51].name == "run-1"
     assert len(repr(history).splitlines()) == 50 + 3
-    assert "50 of 52 runs; --limit N shows more" in repr(history)
+    assert "50 of 52 runs; limit=N (--limit N) shows more" in repr(history)
     assert "run-1 " not in repr(history)
     assert len(repr(ortlab.list_runs(limit=52)).splitlines()) == 52 + 3
 
@@ -868,9 +868,9 @@ def test_a_run_that_comes_to_life_meanwhile_stays(root: Path) -> None:
     folder = RunFolder(kept(root))
     entries: list[RunEntry] = sqlite_index.entries()
     folder.hold()
-    from ortlab.history.prune import _remove
+    from ortlab.history.prune import remove
 
     with pytest.raises(OSError, match="a process is using it"):
-        _remove(entries[0].folder)
+        remove(entries[0].folder)
     assert folder.path.is_dir()
     folder.release()

@@ -31,7 +31,9 @@ from ortlab.engines.ortmodule import compat, dispatch
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.history import sqlite_index
 from ortlab.history.run_folder import RunFolder
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX
+from ortlab.notebook.static_views import plain_text
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice, run_worker
@@ -179,7 +181,9 @@ def test_a_run_whose_first_evaluation_fails_says_what_and_where() -> None:
     assert first == "KeyError: 'the column is gone'"
     assert "the Table raised this at index 7" in notes
     assert "the evaluation before the first step failed" in notes
-    assert RunFolder(run.folder).read_json("run")["error"] == first
+    kept = RunFolder(run.folder).read_json("run")["error"].splitlines()
+    assert kept[:3] == [first, *notes[:2]]
+    assert kept[3].endswith('raise KeyError("the column is gone"), in __getitem__')
 
 
 class Hungry(nn.Module):
@@ -511,11 +515,16 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
     table.inputs.clamp_(-3, 3)
     table.inputs[7] = 9
     run = ortlab.finetune(model, table, hold=True, **{**CHOSEN, "num_train_epochs": 1})
-    with pytest.raises(NotFinite, match="not finite at step") as raised:
+    with pytest.raises(NotFinite) as raised:
         run.result(60)
     notes = "\n".join(raised.value.__notes__)
-    assert "in eager torch the output of second (Reciprocal) is the first infinite value" in notes
     good = run.step
+    assert re.match(
+        rf"the loss became NaN at step {good + 1} \(learning_rate=0\.01\): the output of second "
+        r"\(Reciprocal\) is the first infinite value, from torch\.Tensor\.div at .*; "
+        rf"the run has the weights of step {good}$",
+        str(raised.value),
+    )
     assert (
         f"{run.name} is paused with the weights of step {good}: run.resume(learning_rate=0.001)"
         in notes
@@ -544,11 +553,121 @@ def test_a_batch_that_is_nan_is_named_and_left_out() -> None:
     run = ortlab.finetune(network(), table, hold=True, **chosen)
     with pytest.raises(NotFinite) as raised:
         run.result(60)
-    told = r"the data has NaN in item 1 of the batch, sample [01]: index 7 of the Table"
-    assert re.search(told, raised.value.__notes__[0])
+    told = r"the data has NaN in the batch's first element, an input, sample [01]: index 7 of the "
+    assert re.search(told, str(raised.value))
     assert run.advice == {}
     run.resume()
     assert run.result(60).steps == 12
+
+
+class Logarithm(nn.Module):
+    """Takes the logarithm of a negative number from the second training step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = network(), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        scores: torch.Tensor = self.inner(inputs)
+        return torch.log(scores - 1e3) if self.calls > 1 else scores
+
+
+def test_the_cause_of_a_nan_stays_with_a_run_that_is_stopped() -> None:
+    run = ortlab.finetune(Logarithm(), Table(), hold=True, **CHOSEN)
+    with pytest.raises(NotFinite):
+        run.result(HANGS_S)
+    told = (
+        r"after the loss became NaN at step 2 \(learning_rate=0\.01\): the output of Logarithm is "
+        r"the first NaN value, from torch\.log at .*test_failures\.py:\d+: "
+        r"return torch\.log\(scores - 1e3\) .*, in forward"
+    )
+    held = SavedRun(run.folder)
+    assert re.fullmatch(f"paused {told}", held.error or "")
+    run.stop()
+    assert run.result(HANGS_S).state == "stopped"
+    kept = SavedRun(run.folder)
+    for each in (run.status().error, kept.error, kept.status().error):
+        assert re.fullmatch(f"stopped {told}", each or "")
+    assert "stopped after the loss became NaN at step 2" in repr(ortlab.list_runs())
+    for each in (run, kept):
+        last = plain_text.text(each).splitlines()[-1]
+        assert re.fullmatch(f"stopped {told}", last)
+
+
+def test_the_cause_of_a_nan_in_a_first_step_is_kept() -> None:
+    table = Table(8)
+    table.inputs[:, 1] = math.nan
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    with pytest.raises(NotFinite):
+        run.result(HANGS_S)
+    error = SavedRun(run.folder).error or ""
+    assert error.startswith(
+        "NotFinite: the loss became NaN at step 1: the data has NaN in the batch's first element, "
+        "an input, samples 0, 1, 2"
+    )
+    assert "the run ends with the weights of step 0" in error
+
+
+def test_the_cause_of_a_nan_outlives_the_process(tmp_path: Path) -> None:
+    """The kernel is killed while the run is paused."""
+    source = """
+import os, signal, torch, ortlab
+inputs = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+inputs[40, 1] = torch.nan
+data = [(inputs[at : at + 4], torch.zeros(4).long()) for at in range(0, 48, 4)]
+model = torch.nn.Linear(4, 3)
+run = ortlab.finetune(model, data, loss="cross_entropy", engine="eager", device="cpu", hold=True)
+try:
+    run.result(60)
+except RuntimeError:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", source]).returncode == -signal.SIGKILL
+    kept = SavedRun(tmp_path / "runs" / "run-1")
+    assert kept.state == "interrupted"
+    assert kept.status().error == (
+        "paused after the loss became NaN at step 11: the data has NaN in the batch's first "
+        "element, an input, sample 0"
+    )
+
+
+@pytest.mark.parametrize("own_batches", [False, True])
+def test_data_that_is_nan_is_skipped_in_each_epoch_after_one_pause(own_batches: bool) -> None:
+    table = Table()
+    table.inputs[17, 2] = math.nan
+    shuffled = torch.Generator().manual_seed(3)
+    loader = DataLoader(table, batch_size=4, shuffle=True, generator=shuffled)
+    run = ortlab.finetune(
+        network(), loader if own_batches else table, hold=True, **{**CHOSEN, "num_train_epochs": 4}
+    )
+    with pytest.raises(NotFinite) as raised:
+        run.result(HANGS_S)
+    assert "skips the data of the step, now and in later epochs" in raised.value.__notes__[-1]
+    run.resume()
+    assert run.result(HANGS_S).steps == 48
+    bad = [step for step, loss in zip(steps(run), losses(run), strict=True) if math.isnan(loss)]
+    assert len(bad) == 4
+    where = f"steps {', '.join(str(int(step)) for step in bad[:3])} and 1 more"
+    line = f"skipped 4 batches with non-finite inputs ({where if own_batches else 'row 17'})"
+    assert line in run.status().lines
+    assert line in SavedRun(run.folder).status().lines
+    assert SavedRun(run.folder).error is None
+
+
+def test_data_that_is_nan_elsewhere_pauses_again_unless_all_is_skipped() -> None:
+    table = Table()
+    table.inputs[[3, 17, 29, 41], 2] = math.nan
+    chosen = {**CHOSEN, "batch_size": 1}
+    run = ortlab.finetune(network(), table, hold=True, **chosen)
+    for skip in (False, True):
+        with pytest.raises(NotFinite):
+            run.result(HANGS_S)
+        run.resume(skip=skip)
+    assert run.result(HANGS_S).steps == 96
+    (line,) = (line for line in run.status().lines if line.startswith("skipped"))
+    assert line == "skipped 8 batches with non-finite inputs (rows 3, 17, 29 and 1 more)"
+    assert len([e for e in run.recorder.events("warning") if e.text.startswith("paused")]) == 2
 
 
 def test_overflows_of_fp16_that_do_not_end_are_held_and_bf16_goes_on() -> None:
@@ -587,7 +706,7 @@ def test_numbers_that_fail_and_a_stop_end_a_run_as_any_stop_does() -> None:
     table.inputs.clamp_(-3, 3)
     table.inputs[7] = 9
     run = ortlab.finetune(model, table, hold=True, **CHOSEN)
-    with pytest.raises(NotFinite, match="not finite at step"):
+    with pytest.raises(NotFinite, match="the loss became NaN at step"):
         run.result(HANGS_S)
     good = run.step
     run.stop()
@@ -619,7 +738,18 @@ def test_where_a_step_is_first_not_finite() -> None:
     assert all(p.grad is None for p in model.parameters())
     spoiled = inputs.clone()
     spoiled[4, 1] = math.nan
-    assert said(model, (spoiled, target)) == "the data has NaN in item 1 of the batch, sample 4"
+    assert said(model, (spoiled, target)) == (
+        "the data has NaN in the batch's first element, an input, sample 4"
+    )
+    named = {"x": inputs, "labels": target}
+    spoilt = functional.one_hot(target, 3).double()
+    spoilt[2, 0] = math.inf
+    told = "the data has infinity in the batch's second element, the targets, sample 2"
+    assert said(network(), (inputs, spoilt)) == told
+    told = "the data has infinity in the batch's 'labels', sample 2"
+    assert said(network(), named | {"labels": spoilt}) == told
+    nested = {"x": {"deep": spoiled}, "labels": target}
+    assert said(network(), nested) == "the data has NaN in the batch's 'x', sample 4"
     assert said(network(), (inputs, target)) == ""
     with torch.no_grad():
         model.two.weight[0, 0] = math.inf
@@ -663,6 +793,11 @@ def test_weights_that_are_lost_are_not_to_be_trained_on() -> None:
     with pytest.raises(NotFinite) as raised:
         run.result(HANGS_S)
     notes = "\n".join(raised.value.__notes__)
+    assert re.match(
+        r"the loss became \w+ at step \d+, after it rose from \S+ to \S+ "
+        r"\(learning_rate=1e\+09\): ",
+        str(raised.value),
+    )
     assert re.search(r"the weights are likely lost, as the loss rose from \S+ to \S+; stop", notes)
     assert "start again with a lower learning_rate and fresh=True (--fresh)" in notes
     assert run.advice == {}
@@ -722,6 +857,7 @@ import copy, json, resource, sys, psutil, torch, ortlab
 from torch import nn
 from torch.utils.data import TensorDataset
 from ortlab.metrics.recorder import INDEX
+from ortlab.notebook.static_views import plain_text
 torch.set_num_threads(1)
 engine, more = sys.argv[1], int(sys.argv[2])
 layers = [each for _ in range(8) for each in (nn.Linear(256, 256), nn.ReLU())]
@@ -1031,7 +1167,7 @@ def test_a_handler_pauses_where_somebody_waits_and_raises_elsewhere(waits: bool)
     assert handler.data_ended_early(9)
     assert not handler.data_ended_early(9), "it ends there again"
     nan = NotFinite("nan")
-    assert handler.not_finite(nan, None)
+    assert handler.not_finite(nan, None, [])
     assert parts.control.held is not None
     assert (
         typed(parts.control.held.advice)

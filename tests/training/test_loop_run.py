@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import ortlab
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training.loop_run import LoopRun
@@ -83,6 +86,88 @@ def test_micro_batches_are_one_step() -> None:
         expected = loop(model, steps=4, accumulation=3)
     assert column(run, "loss") == pytest.approx(expected)
     assert column(run, "samples") == [24] * 4
+
+
+class Slow(nn.Linear):
+    """Takes 50 ms where the loop validates."""
+
+    validates = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.validates:
+            time.sleep(0.05)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("how", ["eval", "train", "no_grad", "logged"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_validation_is_no_part_of_a_step(how: str, accumulation: int) -> None:
+    model, inputs = Slow(4, 3), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def validate() -> None:
+        model.validates = True
+        model.train(how not in ("eval", "no_grad"))
+        with torch.set_grad_enabled(how != "no_grad"):
+            total = sum(model(inputs).sum() for _ in range(2))
+        model.validates = False
+        model.train()
+        if how == "logged":
+            run.log(val_loss=total)
+
+    with ortlab.track(model, optimizer=optimizer) as run:
+        for step in range(6):
+            for part in range(accumulation):
+                if step % 2 and part == (0 if how == "logged" else accumulation - 1):
+                    validate()
+                model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert column(run, "samples") == [8 * accumulation] * 6
+    assert max(column(run, "step_ms")[1:]) < 50
+    parts = [column(run, f"{each}_ms") for each in ("data", "forward", "backward", "optimizer")]
+    assert np.all(np.array(parts) >= 0)
+    assert all(np.sum(parts, axis=0) <= np.array(column(run, "step_ms")) + 0.01)
+    assert run._result().samples_per_s > 8 * accumulation / 0.05
+
+
+def test_calls_that_a_backward_uses_are_counted_once() -> None:
+    model, inputs = Network(), data()[:8][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ortlab.track(model) as run:
+        (model(inputs) - model(inputs[:4]).mean()).sum().backward()
+        optimizer.step()
+        for reentrant in (False, True):
+            given = inputs.clone().requires_grad_()
+            checkpoint(model, given, use_reentrant=reentrant).sum().backward()
+            optimizer.step()
+        model.eval()  # as with frozen statistics
+        model(inputs).sum().backward()
+        optimizer.step()
+        first, second = model(inputs).sum(), model(inputs[:2]).sum()
+        first.backward()
+        second.backward()
+        optimizer.step()
+        with torch.no_grad():
+            targets = model(inputs)
+        (model(inputs) - targets).square().sum().backward()
+        optimizer.step()
+    assert column(run, "samples") == [12, 8, 8, 8, 10, 8]
+    assert np.array([column(run, f"{part}_ms") for part in ("data", "forward")]).min() >= 0
+
+
+def test_what_the_generator_of_a_gan_makes_for_the_other_model_is_not_counted() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other))
+    with ortlab.track(one) as run:
+        for _ in range(4):
+            other(one(torch.ones(6, 4)).detach()).sum().backward()
+            time.sleep(0.01)
+            second.step()
+            other(one(torch.ones(2, 4))).sum().backward()
+            first.step()
+    assert column(run, "samples") == [2] * 4
+    assert min(column(run, "step_ms")) > 10, "the other model's training is a part of the step"
 
 
 def test_steps_of_another_model_belong_to_the_model_s() -> None:
@@ -155,6 +240,17 @@ def test_what_is_no_number(value: Any) -> None:
     assert column(run, "loss") != [3.0]
     (event,) = run.recorder.events("eval")
     assert math.isnan(event.values["f1"])
+
+
+def test_a_loss_that_is_nan_is_told_when_the_loop_is_over() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ortlab.track(model) as run:
+        for value in (1.0, math.nan, math.nan):
+            model(torch.full((2, 4), value)).sum().backward()
+            optimizer.step()
+    for each in (run, SavedRun(run.folder)):
+        assert "the loss is nan at step 2" in each.status().lines
 
 
 def test_ten_thousand_metrics() -> None:

@@ -626,7 +626,9 @@ def test_samples_of_different_shapes() -> None:
 
 
 def test_samples_that_are_no_numbers() -> None:
-    with pytest.raises(ValueError, match="item 0 of a sample is str, which cannot be a tensor"):
+    with pytest.raises(
+        ValueError, match="the first element of a sample is str, which cannot be a tensor"
+    ):
         data_loading.collate([("a", 1), ("b", 0)])
 
 

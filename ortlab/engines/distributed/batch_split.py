@@ -13,6 +13,7 @@ from torch.nn import functional
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, LossFunction
 from ortlab.engines.single_process import Share
+from ortlab.utils.wording import ordinal
 
 IGNORED = -100
 """Target that the cross entropy of torch and of transformers ignores by default."""
@@ -54,7 +55,7 @@ def _rows(value: Any, rows: slice, samples: int, size: int, name: str = "the bat
         return {key: _rows(each, rows, samples, size, str(key)) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [
-            _rows(each, rows, samples, size, f"item {place} of {name}")
+            _rows(each, rows, samples, size, f"the {ordinal(place)} element of {name}")
             for place, each in enumerate(value)
         ]
     if not isinstance(value, torch.Tensor) or value.dim() == 0:

@@ -42,7 +42,7 @@ def test_a_rerun_says_that_it_trains_on_and_offers_the_fresh_start(ip: Typist) -
     assert not lines(ip)
     out = ip(f"{TRAIN}\nawait run")
     told = (
-        f"continues from weights that {first} trained (4 steps); --fresh (fresh=True) starts from "
+        f"continues from weights that {first} trained (4 steps); fresh=True (--fresh) starts from "
         f"the weights before {first}"
     )
     assert lines(ip) == (told,)

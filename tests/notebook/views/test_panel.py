@@ -507,21 +507,45 @@ def test_a_start_that_is_refused_marks_the_control_and_keeps_the_edits(
     assert page.standing["wrong"] == {}
 
 
-def test_a_run_that_fails_before_its_first_step_marks_the_control(data: Gated) -> None:
+def test_a_run_that_is_refused_in_its_first_step_marks_the_control(data: Gated) -> None:
     data.open.set()
-    page = of_notebook({"net": nn.Linear(8, 4), "train": data}, data="train")
+    model = nn.Linear(8, 4)
+    page = of_notebook({"net": model, "train": data}, data="train")
     page.send("start", engine="eager", device="cpu", seed="3")
     run = started()
     assert run.wait_over(20)
     assert page.panel.failed_at_start(run)
+    assert not run.folder.exists(), "it was refused, so it is no run"
+    assert run.name not in [each.name for each in ortlab.list_runs()]
+    assert run not in session.runs
     page.hear()
-    assert "if its last item is the target, name a loss" in page.wait("refused")
+    said = page.wait("refused")
+    assert "if its last element is the targets, name a loss: loss='cross_entropy' (--loss" in said
     assert set(page.standing["wrong"]) == {"loss"}
     assert page.standing["edits"] == {"engine": "eager", "device": "cpu", "seed": "3"}
     page.send("start", engine="eager", device="cpu", loss="cross_entropy", max_steps="2")
+    assert started().name == run.name
     assert started().result(20).steps == 2
+    assert session.registry.initial[model].is_file(), "--fresh is possible"
     assert not page.panel.failed_at_start(started())
     assert page.standing["wrong"] == {}
+
+
+class Broken(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not done yet")
+
+
+def test_a_run_that_fails_in_forward_stays_in_the_history(data: Gated) -> None:
+    data.open.set()
+    page = of_notebook({"net": Broken(8, 4), "train": data}, data="train")
+    page.send("start", engine="eager", device="cpu", loss="cross_entropy")
+    run = started()
+    assert run.wait_over(20)
+    assert page.panel.failed_at_start(run)
+    (kept,) = [each for each in ortlab.list_runs() if each.name == run.name]
+    assert kept.error.startswith("ValueError: not done yet")
+    assert "in forward" in kept.error
 
 
 def test_what_the_engine_lacks_is_greyed(data: Gated) -> None:
