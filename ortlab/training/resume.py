@@ -137,6 +137,21 @@ def beginning(resume_from: str | int | Path | StoredRun) -> Beginning:
     return Beginning(taken, path, taken.settings)
 
 
+def origin(begin: Beginning | Checkpoint, earlier: Earlier | None = None) -> str:
+    """Return where a run resumes from, such as "continues run-3 from step 40".
+
+    Args:
+        begin: The checkpoint.
+        earlier: The run that is continued, if it is known.
+    """
+    if isinstance(begin, Checkpoint):
+        return f"resumed from a checkpoint at step {begin.position.step:,}"
+    folder = begin.path.absolute().parent.parent
+    stored = (folder / "run.json").is_file()  # not a copy of the checkpoint elsewhere
+    name = earlier.name if earlier else folder.name if stored else begin.path.name
+    return f"continues {name} from step {begin.checkpoint.position.step:,}"
+
+
 def newest(folder: Path) -> Beginning:
     """Return the newest complete checkpoint of a run; that of its best evaluation comes last.
 
