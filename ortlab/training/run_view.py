@@ -141,7 +141,8 @@ class RunView:
         evaluations = record.evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]
-            first = f" (before training: {before})" if after.step else ""
+            when = f"first, step {before.step:,}" if before.step else "before training"
+            first = f" ({when}: {before})" if evaluations[1:] else ""
             lines.append(f"{told_last(after)}{first}")
         lines += [event.text for event in record.recorder.events("early_stop")]
         if skipped := int(record.recorder.total("skipped")):

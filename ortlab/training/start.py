@@ -30,7 +30,7 @@ from ortlab.training import initial_weights, settings_preview
 from ortlab.training.callbacks import Callbacks
 from ortlab.training.data_loading import Collate, of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
-from ortlab.training.resume import Beginning, Earlier, origin
+from ortlab.training.resume import Beginning, Earlier, chosen_by_auto, origin
 from ortlab.training.run import Run
 from ortlab.training.training_state import check_state
 
@@ -428,6 +428,9 @@ def choose_settings(
     if begin is not None and (warning := _not_restored(begin.settings, chosen, given)):
         warnings.append(warning)
     chosen, choice = resolved(chosen)
+    # A checkpoint has the name of the engine that was chosen.
+    if isinstance(begin, Beginning) and "engine" not in given and (run := chosen_by_auto(begin)):
+        choice = f"engine auto: {chosen.model.engine}, as in {run}"
     return ChosenSettings(chosen, function, warnings, choice, optim)
 
 

@@ -359,6 +359,13 @@ def test_the_engine_that_was_asked_for_stays_auto() -> None:
         assert (each.engine_asked, each.engine_used) == ("auto", used)
     assert f"auto → {used}" in repr(ortlab.list_runs())
     assert saved.title == run.title
+    again = ortlab.finetune(nn.Linear(2, 2), data, resume_from=run, num_train_epochs=5)
+    again.result()
+    assert (again.engine_asked, again.engine_used) == ("auto", used)
+    assert f"engine auto: {used}, as in {run.name}" in again.status().lines
+    other = ortlab.finetune(nn.Linear(2, 2), data, resume_from=run, engine="eager", max_steps=8)
+    other.result()
+    assert other.engine_asked == "eager"
     named = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy", engine="eager")
     named.result()
     assert (named.engine_asked, SavedRun(named.folder).entry.engine_asked) == ("eager", "eager")

@@ -629,6 +629,7 @@ def test_a_run_says_which_run_it_continues(home: Path) -> None:
         run.result()
         told = f"continues {first.name} from step {step}"
         assert run.resumed == run.status().lines[0] == told
+        assert not [line for line in run.status().lines if "before training" in line]
         assert SavedRun(run.folder).status().lines[0] == told
         assert told in {event.text for event in run.recorder.events("note")}
         (entry,) = [each for each in ortlab.list_runs() if each.name == run.name]
