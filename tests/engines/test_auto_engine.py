@@ -243,6 +243,9 @@ def test_a_run_that_ortmodule_refuses_trains_in_todays_onnxruntime(with_ort: Non
         assert any("fallback to ort: engine 'ortmodule'" in each for each in run.status().badges)
         warned = [each.text for each in run.recorder.events() if each.kind == "warning"]
         assert len(warned) == 1
+    again = ortlab.finetune(Counting(), data, resume_from=run, num_train_epochs=5)
+    again.result()
+    assert (again.engine_asked, again.engine_used) == ("auto", "ort")
 
 
 def test_an_engine_that_was_named_is_not_exchanged(with_ort: None) -> None:
