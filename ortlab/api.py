@@ -451,6 +451,7 @@ def finetune(
     hold: bool | None = None,
     config: str | Path | None = None,
     fresh: bool = False,
+    name: str | None = None,
     **settings: Unpack[FinetuneKeywords],
 ) -> Run:
     """Train a model in the background, in place, and return the run at once.
@@ -502,6 +503,7 @@ def finetune(
         fresh: Start from the weights and buffers that the model had before its first run in this
             process. Without it, a model that a run has trained trains on, which the run says. They
             are kept on disk, in the folder of that run, until the model or the process ends.
+        name: Name of the run, which gets a number if it is taken; None for the next run-N.
         **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``learning_rate=3e-5``.
 
     Raises:
@@ -528,6 +530,7 @@ def finetune(
         hold=hold,
         config=config,
         fresh=fresh,
+        name=name,
         **settings,
     )
 
@@ -651,6 +654,9 @@ def tune(
     those that are predicted to be much slower than the leader. A measured candidate is dropped only
     when its rounds tell that it is slower (see `ortlab.search.prune`). Micro-batch sizes are
     searched for a Dataset only; a loader keeps its own batches. The model itself does not change.
+
+    It does not compare learning rates: train a run with each, as in ``finetune(model, data,
+    learning_rate=1e-3, fresh=True, name="a")``, then call `compare_runs`.
 
     Args:
         model: The model, wrapped or not.

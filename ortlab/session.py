@@ -377,6 +377,7 @@ class Session:
         hold: bool | None = None,
         config: str | Path | None = None,
         fresh: bool = False,
+        name: str | None = None,
         **settings: Any,
     ) -> Run:
         """See `ortlab.api.finetune`."""
@@ -401,6 +402,7 @@ class Session:
             collate_fn=collate_fn,
             hold=hold,
             fresh=fresh,
+            name=name,
             settings=FinetuneSettings.canonical(settings),
         )
         asked = (self.cell, self._asked(request, resume_from))
@@ -419,7 +421,8 @@ class Session:
         """Return what a call asks for: the user's names of its values, and its settings."""
         loss = request.loss if isinstance(request.loss, str) else None
         names = request.names(self._names())
-        return names, loss, dict(request.settings), request.hold, request.fresh, f"{resume_from}"
+        chosen = dict(request.settings), request.hold, request.fresh, request.name
+        return names, loss, *chosen, f"{resume_from}"
 
     def _started_by_same_cell(self, model: nn.Module, asked: tuple[int, Any]) -> Run | None:
         """Return the active run of a model if a cell asks again for what an earlier one asked."""
@@ -713,7 +716,7 @@ class Session:
         entry = self.wrapped.entry(model)
         original = model if entry is None else entry.engine.unwrap(model)
         state = None if optimizer is None else LoopState(original, optimizer, lr_scheduler)
-        step, earlier = 0, None
+        step, earlier, resumed = 0, None, ""
         if resume_from is not None:
             if state is None:
                 raise ValueError("resume_from needs the loop's optimizer, too: optimizer=optimizer")
@@ -723,6 +726,7 @@ class Session:
             folder = begin.path.absolute().parents[1]
             if Path(folder, "run.json").is_file():  # not a copy of the checkpoint elsewhere
                 earlier = resume.earlier(SavedRun(folder), begin)
+            resumed = resume.origin(begin, earlier)
         run = LoopRun(
             model,
             name=name,
@@ -732,6 +736,7 @@ class Session:
             state=state,
             step=step,
             earlier=earlier,
+            resumed=resumed,
         )
         self.trainers.append(run)
         return run

@@ -9,18 +9,24 @@ from typing import Any, Final
 
 from ortlab.history.entry import RunEntry
 from ortlab.history.exporters import flat
-from ortlab.history.listing import FIELDS, live_entry
+from ortlab.history.listing import FIELDS, figure, live_entry
 from ortlab.history.live_run import LiveRun
 from ortlab.history.saved_run import SavedRun
-from ortlab.utils.tables import Column, Table
+from ortlab.metrics.recorder import NAN
+from ortlab.settings import FinetuneSettings
+from ortlab.utils.tables import Column, Table, escaped
 
 MOST: Final = 8
 """Maximum number of runs whose curves can be distinguished."""
 _RESULTS: Final = (
-    *("state", "engine", "steps", "loss", "held out", "samples/s", "peak", "took"),
+    *("state", "engine", "steps", "loss", "samples/s", "peak", "took"),
     *("started", "note"),
 )
 _LONGEST: Final = 60
+_NAMED: Final = 2
+"""Number of settings in the label of a run."""
+_SHORT: Final = 24
+"""Maximum length of a value in the label of a run."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class RunComparison:
     Attributes:
         runs: The runs.
         differences: Table of the settings and versions that differ, and of all results.
+        labels: Name of each run with the settings that differ, such as "run-3 · lr 0.001".
 
     Raises:
         ValueError: A run is given twice or was removed, or there are fewer than two or more than
@@ -65,6 +72,20 @@ class RunComparison:
                 raise ValueError(f"{run.name} was removed: {run.folder} no longer exists")
         self.runs = tuple(runs)
         self.differences: Table[Difference] = self._differences()
+        self.labels = tuple(self._label(place) for place in range(len(runs)))
+
+    def _label(self, place: int) -> str:
+        """Return the name of a run with the settings that differ, the common options first."""
+        declared = FinetuneSettings.declarations()
+        found = [each for each in self.differences if each.part == "settings"]
+        found = [each for each in found if each.name in declared]
+        found.sort(key=lambda each: not declared[each.name].common)
+        told = [
+            f"{declared[each.name].alias or each.name} {_shortened(each.values[place], _SHORT)}"
+            for each in found[:_NAMED]
+        ]
+        more = ["…"] if found[_NAMED:] else []
+        return escaped(" · ".join([self.runs[place].name, *told, *more]))
 
     def _differences(self) -> Table[Difference]:
         settings = [_with_last(run) for run in self.runs]
@@ -77,14 +98,12 @@ class RunComparison:
         ]
         entries = [_entry(run) for run in self.runs]
         for field in FIELDS:
-            if field.head in _RESULTS:
+            if field.key == "held_out_loss":
+                found += _evaluations(entries)
+            elif field.head in _RESULTS:
                 values = tuple(field.text(entry) for entry in entries)
                 if set(values) - {"-", ""}:
                     found.append(Difference("result", field.head, values))
-        scores = [entry.scores for entry in entries]
-        for name in dict.fromkeys(name for each in scores for name in each):
-            values = tuple(_text(each.get(name)) for each in scores)
-            found.append(Difference("result", name, values))
         columns = [
             Column[Difference]("", lambda each: each.part),
             Column[Difference]("", lambda each: each.name),
@@ -113,6 +132,21 @@ def _entry(run: LiveRun | SavedRun) -> RunEntry:
     return run.entry if isinstance(run, SavedRun) else live_entry(run)
 
 
+def _evaluations(entries: Sequence[RunEntry]) -> list[Difference]:
+    """Return loss, accuracy and the user's metrics of each run's best evaluation."""
+    scores = [
+        {"loss": entry.held_out_loss, "accuracy": entry.held_out_accuracy, **entry.scores}
+        for entry in entries
+    ]
+    names = dict.fromkeys(name for each in scores for name in each)
+    found = {name: tuple(figure(each.get(name, NAN)) for each in scores) for name in names}
+    return [
+        Difference("result", f"evaluation {name} (best)", values)
+        for name, values in found.items()
+        if set(values) != {"-"}
+    ]
+
+
 def _differing(part: str, values: Sequence[Mapping[str, Any]]) -> list[Difference]:
     names = dict.fromkeys(name for each in values for name in each)
     return [
@@ -128,5 +162,8 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     text = f"{value:g}" if isinstance(value, float) else value
-    text = text if isinstance(text, str) else json.dumps(text)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return _shortened(text if isinstance(text, str) else json.dumps(text), _LONGEST)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"

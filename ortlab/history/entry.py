@@ -40,7 +40,7 @@ class RunEntry:
             active run of another process is always "running", even if it is paused.
         model: Class of the model.
         parameters: Number of parameters.
-        engine_asked: Engine in the last settings.
+        engine_asked: Engine that the user asked for, such as "auto".
         engine_used: Engine that executed the model.
         fallback: Reason for a fallback to another engine.
         precision: Precision in the last settings.
@@ -60,6 +60,7 @@ class RunEntry:
         tags: Tags, separated by spaces.
         error: Error that ended the run, or failure that it was paused or stopped after.
         continues: Name of the run that this one continues.
+        resumed: Where the run resumes from, such as "continues run-3 from step 40".
         checkpoints: Number of saved checkpoints.
         folder: Folder of the run.
     """
@@ -89,6 +90,7 @@ class RunEntry:
     tags: str
     error: str
     continues: str
+    resumed: str
     checkpoints: int
     folder: Path
 
@@ -141,7 +143,9 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
     said = read_notes(path)
     asked = about.get("engine_asked") or settings.get("engine", "")
     asked = legible(stored.current_engine(asked, settings))
-    used = legible(stored.current_engine(about.get("engine_used"), settings) or asked)
+    used = about.get("engine_used") or settings.get("engine") or asked
+    used = legible(stored.current_engine(used, settings))
+    continues = legible(about.get("continues") or "")
     return RunEntry(
         name=path.name,
         number=numbered(path.name),
@@ -167,7 +171,8 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         note=said.notes[-1].text if said.notes else "",
         tags=" ".join(said.tags),
         error=legible(about.get("error") or ""),
-        continues=legible(about.get("continues") or ""),
+        continues=continues,
+        resumed=legible(about.get("resumed") or (continues and f"continues {continues}")),
         checkpoints=_kept(path),
         folder=path,
     )

@@ -29,6 +29,8 @@ _BATCH: Final = 1000
 _PARAMETERS: Final = 100
 _LONGEST: Final = 6000
 """Maximum length of a parameter's value in MLflow."""
+_EVALUATION: Final = "evaluation"
+"""Prefix of the metrics of evaluations."""
 _TAGS: Final = {
     "loss": "loss/train",
     "lr": "train/learning_rate",
@@ -213,7 +215,7 @@ def _points(metrics: Metrics) -> Iterator[tuple[int, float, dict[str, float]]]:
         yield int(row[INDEX["step"]]), _or_zero(row[INDEX["time_s"]]), known
     for event in metrics.events:
         if event.kind == "eval":
-            values = {f"held_out_{n}": v for n, v in event.values.items() if not math.isnan(v)}
+            values = {f"{_EVALUATION}_{n}": v for n, v in event.values.items() if not math.isnan(v)}
             yield event.step, event.time_s, values
 
 
@@ -224,8 +226,8 @@ def _told(rows: Rows) -> list[Any]:
 
 
 def _tag(name: str) -> str:
-    if name.startswith("held_out_"):
-        return f"{name.removeprefix('held_out_')}/held_out"
+    if name.startswith(f"{_EVALUATION}_"):
+        return f"{name.removeprefix(f'{_EVALUATION}_')}/{_EVALUATION}"
     column = COLUMNS[INDEX[name]]
     return _TAGS.get(name) or f"{column.chart or 'train'}/{name}"
 

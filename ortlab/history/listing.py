@@ -37,12 +37,14 @@ class Field:
         key: Attribute of `RunEntry` that the column is sorted by.
         text: Formats the cell of a run.
         number: True for numbers, which are aligned right.
+        wide: True for columns that are shown only on request.
     """
 
     head: str
     key: str
     text: Callable[[RunEntry], str]
     number: bool = False
+    wide: bool = False
 
     @property
     def high_first(self) -> bool:
@@ -61,29 +63,40 @@ class Field:
         return value if isinstance(value, int | float) else str(value) or None
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
+    """Format a number of the history with four significant digits; NaN is a dash.
+
+    Args:
+        value: The number.
+    """
     return "-" if math.isnan(value) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def _engine(entry: RunEntry) -> str:
-    """Return the requested engine, and after a fallback also the one used."""
+    """Return the requested engine, and the one used if "auto" or a fallback chose it."""
     if entry.engine_used in ("", entry.engine_asked):
         return entry.engine_asked
     return f"{entry.engine_asked} → {entry.engine_used}"
 
 
-def _held_out(entry: RunEntry) -> str:
+def _evaluated(entry: RunEntry) -> str:
     accuracy = entry.held_out_accuracy
     hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
     scores = list(entry.scores.items())
-    others = "".join(f", {name} {_figure(value)}" for name, value in scores[:_SCORES])
-    return _figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
+    others = "".join(f", {name} {figure(value)}" for name, value in scores[:_SCORES])
+    return figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
+
+
+def _speed(entry: RunEntry) -> str:
+    return figure(entry.samples_per_s)
 
 
 def _began(entry: RunEntry) -> str:
-    """Return the time of the start in the reader's local time."""
+    """Return the time of the start in the reader's local time, in an earlier year the date."""
     try:
-        return f"{datetime.datetime.fromisoformat(entry.created).astimezone():%Y-%m-%d %H:%M}"
+        began = datetime.datetime.fromisoformat(entry.created).astimezone()
+        this_year = began.year == datetime.datetime.now().astimezone().year
+        return f"{began:%b %d %H:%M}" if this_year else f"{began:%Y-%m-%d}"
     except (ValueError, OverflowError):  # not a time, or out of range
         return "-"
 
@@ -101,8 +114,8 @@ def _took(entry: RunEntry) -> str:
 def _said(entry: RunEntry) -> str:
     """Return tags, continuation, and the last note or error, shortened."""
     parts = [f"#{tag}" for tag in entry.tags.split()]
-    if entry.continues:
-        parts.append(f"continues {entry.continues}")
+    if entry.resumed:
+        parts.append(entry.resumed)
     if _waits(entry):
         parts.append(f"{entry.resume} continues it")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
@@ -131,17 +144,27 @@ FIELDS: Final = (
     Field("state", "state", lambda entry: entry.state),
     Field("model", "model", lambda entry: entry.model),
     Field("engine", "engine_asked", _engine),
-    Field("precision", "precision", lambda entry: entry.precision),
+    Field("precision", "precision", lambda entry: entry.precision, wide=True),
     Field("steps", "steps", lambda entry: f"{entry.steps:,}", number=True),
-    Field("loss", "loss", lambda entry: _figure(entry.loss), number=True),
-    Field("held out", "held_out_loss", _held_out, number=True),
-    Field("samples/s", "samples_per_s", lambda entry: _figure(entry.samples_per_s), number=True),
-    Field("peak", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True),
+    Field("loss", "loss", lambda entry: figure(entry.loss), number=True),
+    Field("evaluation (best)", "held_out_loss", _evaluated, number=True),
+    Field("samples/s", "samples_per_s", _speed, number=True, wide=True),
+    Field("peak", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True, wide=True),
     Field("started", "created", _began),
-    Field("took", "wall_s", _took, number=True),
-    Field("on disk", "size_bytes", lambda entry: _bytes(entry.size_bytes), number=True),
+    Field("took", "wall_s", _took, number=True, wide=True),
+    Field("on disk", "size_bytes", lambda entry: _bytes(entry.size_bytes), number=True, wide=True),
     Field("note", "note", _said),
 )
+
+
+def left_out(settings: HistorySettings) -> tuple[Field, ...]:
+    """Return the columns that a listing leaves out so that it fits on a page.
+
+    Args:
+        settings: Settings of the listing; a column that it is sorted by is shown.
+    """
+    sort = RUN_SORTS[settings.sort]
+    return tuple(each for each in FIELDS if each.wide and not settings.wide and each.key != sort)
 
 
 def _bytes(size: float) -> str:
@@ -175,13 +198,17 @@ class History(Table[RunEntry]):
         """Hint how to resume interrupted runs; empty if there is none."""
         self._total = total
         shown = found if settings.limit is not None else found[:SHOWN]
-        notes = []
+        notes, hidden = [], left_out(settings)
+        more = ", ".join(field.head for field in hidden)
+        wider = f"; wide=True (--wide) adds {more}" if hidden else ""
         if len(shown) < total:
-            notes.append(f"{len(shown):,} of {total:,} runs; limit=N (--limit N) shows more")
+            notes.append(f"{len(shown):,} of {total:,} runs; limit=N (--limit N) shows more{wider}")
         elif len(shown) > 1:
-            notes.append(f"{total:,} runs, {memory(sum(entry.size_bytes for entry in found))}")
+            size = memory(sum(entry.size_bytes for entry in found))
+            notes.append(f"{total:,} runs, {size}{wider}")
         notes += [self.hint] if self.hint else []
-        columns = [Column[RunEntry](field.head, field.text, field.number) for field in FIELDS]
+        fields = [field for field in FIELDS if field not in hidden]
+        columns = [Column[RunEntry](field.head, field.text, field.number) for field in fields]
         super().__init__(shown, columns, notes=notes, empty=_nothing(settings))
         self.found = tuple(found)
         """All runs, including those that do not fit on a page."""
@@ -208,8 +235,10 @@ class History(Table[RunEntry]):
 _STYLE: Final = """
 <style>
 .ortlab-runs {overflow-x: auto}
-.ortlab-runs :is(th, td) {white-space: nowrap}
-.ortlab-runs td:last-child {min-width: 200px; white-space: normal}
+.ortlab-runs td {white-space: nowrap}
+.ortlab-runs td:is(:nth-child(1), :nth-child(3)) {max-width: 118px; overflow-wrap: break-word}
+.ortlab-runs td:is(:nth-child(1), :nth-child(3), :nth-child(4), :nth-child(7)) {white-space: normal}
+.ortlab-runs td:last-child {min-width: 110px; white-space: normal}
 </style>
 """
 

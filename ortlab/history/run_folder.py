@@ -5,8 +5,10 @@ The root (`runs_root`) contains one folder per run, named after it. Folders have
 
     run.json          form, name, model, parameters, created; names: the user's variables of model,
                       train, eval_dataset and loss, if known; continues: the run that this one
-                      continues, whose steps its metrics begin with, or null; state: "running" from
-                      the start, and at the end the final state with steps, error and result
+                      continues, whose steps its metrics begin with, or null; resumed: where it
+                      resumes from, in words; engine_asked: "auto" or the engine that the user
+                      named; state: "running" from the start, and at the end the final state with
+                      steps, error and result
     settings.json     settings by name, as ``FinetuneSettings.of`` accepts them
     environment.json  versions of Python and packages, platform, processors; no host, user or path
     metrics.jsonl     append-only, one JSON value per line:
@@ -164,6 +166,8 @@ class RunFolder:
         state: State,
         names: Mapping[str, str] | None = None,
         continues: str | None = None,
+        resumed: str = "",
+        engine_asked: str = "",
         ended: Mapping[str, Any] | None = None,
     ) -> None:
         """Write run.json, at the start or the end of the run.
@@ -175,6 +179,8 @@ class RunFolder:
             state: State of the run.
             names: The user's variables of model, data and loss.
             continues: Name of the run that this one continues.
+            resumed: Where the run resumes from, in words; "" for a new run.
+            engine_asked: Engine that the user asked for.
             ended: Further content at the end of the run, such as its result.
         """
         about = {
@@ -186,6 +192,8 @@ class RunFolder:
             "state": state,
             "names": dict(names or {}),
             "continues": continues,
+            "resumed": resumed,
+            "engine_asked": engine_asked,
         }
         self.write_json("run", {**about, **(ended or {})})
 

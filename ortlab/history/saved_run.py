@@ -11,7 +11,7 @@ from ortlab.history import sqlite_index
 from ortlab.history.entry import RunEntry, read_entry
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
-from ortlab.metrics.evaluation import Evaluation
+from ortlab.metrics.evaluation import Evaluation, told_last
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, Status
 from ortlab.settings import FinetuneSettings, unknown_name
@@ -122,6 +122,7 @@ class SavedRun(StoredRun):
             if entry.can_go_on:
                 told += f"; {entry.resume} continues from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
+        resumed = [entry.resumed] if entry.resumed else []
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
             state=_STATES.get(entry.state, "failed"),
@@ -131,7 +132,8 @@ class SavedRun(StoredRun):
             left_s=None,
             badges=tuple(badges),
             lines=(
-                *self._held_out(),
+                *resumed,
+                *self._evaluated(),
                 *self._told("early_stop"),
                 *self._told("skipped_data"),
                 *self._told("not_finite"),
@@ -140,12 +142,9 @@ class SavedRun(StoredRun):
             error=self.error,
         )
 
-    def _held_out(self) -> tuple[str, ...]:
+    def _evaluated(self) -> list[str]:
         evaluations = [event for event in self.metrics.events if event.kind == "eval"]
-        if not evaluations:
-            return ()
-        last = evaluations[-1]
-        return (f"held out at step {last.step}: {Evaluation.of(last.step, last.values)}",)
+        return [told_last(Evaluation.of(last.step, last.values)) for last in evaluations[-1:]]
 
     def _told(self, kind: str) -> list[str]:
         """Return the text of the last event of a kind; empty if there is none."""

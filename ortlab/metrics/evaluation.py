@@ -65,6 +65,15 @@ def evaluations_of(recorder: Recorder) -> list[Evaluation]:
     return [Evaluation.of(event.step, event.values) for event in recorder.events("eval")]
 
 
+def told_last(last: Evaluation) -> str:
+    """Return the line of a run's view about its last evaluation.
+
+    Args:
+        last: The evaluation.
+    """
+    return f"evaluation (last, step {last.step:,}): {last}"
+
+
 def scores(event: Event) -> dict[str, float]:
     """Return the scores of an evaluation that its chart shows: all finite ones but the loss.
 

@@ -51,6 +51,7 @@ class Declaration:
             because it names files of this machine or skips a check.
         alias: Another name that is accepted but not shown; "" for none.
         short: True if command lines show the alias as a short option.
+        several: Advice for a user who gives several values to compare; "" for none.
         renamed: Accepted choice that is not shown -> the choice that it means.
         topic: Title of the group of settings that it belongs to.
     """
@@ -74,6 +75,7 @@ class Declaration:
     here: bool = False
     alias: str = ""
     short: bool = False
+    several: str = ""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     topic: str = ""
 
@@ -112,7 +114,8 @@ class Declaration:
             return self.type(text)
         except ValueError:
             kind = "a whole number" if self.type is int else "a number"
-            raise ValueError(f"{self.flag} takes {kind}, not {text!r}") from None
+            told = f"{self.flag} takes {kind}, not {text!r}"
+            raise ValueError(self._advised(told, text)) from None
 
     def show(self, value: Any) -> str:
         """Return a value as a user types it, so that `parse` returns the same value.
@@ -182,9 +185,8 @@ class Declaration:
             value = float(value)
         wrong_bool = isinstance(value, bool) and self.type is not bool
         if wrong_bool or not isinstance(value, self.type):
-            raise ValueError(
-                f"{self.name}={value!r} is {type(value).__name__}, expected {self.type.__name__}"
-            )
+            told = f"{self.name}={value!r} is {type(value).__name__}, expected {self.type.__name__}"
+            raise ValueError(self._advised(told, value))
         if isinstance(value, str) and self.choices and not (self.own and is_own(value)):
             names = [name.strip() for name in value.split(",")] if self.many else [value]
             names = [self.renamed.get(name, name) for name in names]
@@ -195,6 +197,11 @@ class Declaration:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             self._check_bounds(value)
         return value
+
+    def _advised(self, told: str, value: Any) -> str:
+        """Return a message with the advice for several values, if that is what was given."""
+        many = isinstance(value, list | tuple) or (isinstance(value, str) and "," in value)
+        return f"{told}; {self.several}" if many and self.several else told
 
     def _unknown(self, name: str) -> str:
         return unknown_name(name, self.choices, accepted=self.renamed, lists="--help")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ortlab.settings.choices import ENGINES, SAME_ENGINE
+from ortlab.settings.choices import AUTO, ENGINES, SAME_ENGINE
 from ortlab.settings.declaration import Settings, setting
 
 RUN_SORTS: Mapping[str, str] = {
@@ -17,7 +17,7 @@ RUN_SORTS: Mapping[str, str] = {
     "precision": "precision",
     "steps": "steps",
     "loss": "loss",
-    "held-out": "held_out_loss",
+    "evaluation": "held_out_loss",
     "speed": "samples_per_s",
     "memory": "peak_bytes",
     "took": "wall_s",
@@ -33,13 +33,14 @@ class HistorySettings(Settings):
     sort: str = setting(
         "started",
         choices=tuple(RUN_SORTS),
+        renamed={"held-out": "evaluation"},
         help="sort key; lowest losses, highest speeds and newest runs come first, unknown values "
         "last",
     )
     reverse: bool = setting(False, help="reverse the order")
     engine: str | None = setting(
         None,
-        choices=ENGINES,
+        choices=(AUTO, *ENGINES),
         renamed=SAME_ENGINE,
         help="only runs that requested or used this engine",
     )
@@ -51,6 +52,9 @@ class HistorySettings(Settings):
     model: str | None = setting(None, help="only runs of models with this text in their name")
     tag: str | None = setting(None, help="only runs with this tag, as set by run.tag(...)")
     limit: int | None = setting(None, minimum=1, help="maximum number of runs to list")
+    wide: bool = setting(
+        False, help="all columns: also precision, speed, memory, duration and size"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

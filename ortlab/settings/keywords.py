@@ -309,18 +309,19 @@ class HistoryKeywords(TypedDict, total=False):
         "precision",
         "steps",
         "loss",
-        "held-out",
+        "evaluation",
         "speed",
         "memory",
         "took",
         "size",
     ]
     reverse: bool
-    engine: Literal["eager", "compile", "ort", "ortmodule", "ort_fused"] | None
+    engine: Literal["auto", "eager", "compile", "ort", "ortmodule", "ort_fused"] | None
     state: Literal["running", "finished", "stopped", "failed", "interrupted"] | None
     model: str | None
     tag: str | None
     limit: int | None
+    wide: bool
 
 
 class ProfileKeywords(TypedDict, total=False):

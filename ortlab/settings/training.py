@@ -72,6 +72,8 @@ class OptimSettings(Settings):
         above=0,
         panel=True,
         common=True,
+        several="to compare several, train a run with each, as in %ort finetune model data "
+        "--lr 1e-3 --fresh --name a, then %ort compare a b",
         help="peak learning rate",
     )
     lr_scheduler_type: str = setting(

@@ -135,7 +135,7 @@ class Evaluator:
         if not math.isfinite(found.loss):
             state.tell(
                 "warning",
-                f"the held-out loss is {found.loss} at step {state.step}; look for NaN in the "
+                f"the evaluation loss is {found.loss} at step {state.step}; look for NaN in the "
                 "evaluation data, or in the model's outputs in evaluation mode",
             )
         self._stop_early()

@@ -43,7 +43,7 @@ class RunRow:
         engine_asked: Engine that was asked for.
         engine_used: Engine in use.
         model: The user's name of the model, if known, and its class.
-        notes: What the user must know: a fallback, an error, how to resume.
+        notes: What the user must know: where it resumed from, a fallback, an error, how to resume.
     """
 
     name: str
@@ -170,7 +170,7 @@ def _run_row(run: Run | FollowedRun) -> RunRow:
             run.engine_asked,
             run.engine_used,
             _model(run),
-            (*status.badges, *error, *advice),
+            (*filter(None, [run.resumed]), *status.badges, *error, *advice),
         )
     # Its thread may change anything meanwhile. The other rows are right, and so is the next status.
     except Exception as error:  # noqa: BLE001

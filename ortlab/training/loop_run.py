@@ -54,6 +54,7 @@ class LoopRun(TrainerRun):
         state: State of the loop, for checkpoints every 10 minutes and at the end; None for none.
         step: Optimizer steps that the loaded state has done.
         earlier: Run that this one continues, if its metrics are known.
+        resumed: Where the loop resumes from, in words; "" for a new run.
     """
 
     turn: _LoopStep
@@ -69,6 +70,7 @@ class LoopRun(TrainerRun):
         state: LoopState | None = None,
         step: int = 0,
         earlier: Earlier | None = None,
+        resumed: str = "",
     ) -> None:
         super().__init__(
             model,
@@ -78,6 +80,7 @@ class LoopRun(TrainerRun):
             arguments={},
             name=name,
             choice=choice,
+            resumed=resumed,
             where=where,
             call=where,
         )

@@ -18,6 +18,7 @@ from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.recorder import INDEX, Event, Rows
+from ortlab.settings import AUTO
 from ortlab.training.checkpoint_writer import BEST, remove
 from ortlab.utils.files import half_written
 
@@ -135,6 +136,34 @@ def beginning(resume_from: str | int | Path | StoredRun) -> Beginning:
         return newest(path)
     taken = Checkpoint.load(path)
     return Beginning(taken, path, taken.settings)
+
+
+def origin(begin: Beginning | Checkpoint, earlier: Earlier | None = None) -> str:
+    """Return where a run resumes from, such as "continues run-3 from step 40".
+
+    Args:
+        begin: The checkpoint.
+        earlier: The run that is continued, if it is known.
+    """
+    if isinstance(begin, Checkpoint):
+        return f"resumed from a checkpoint at step {begin.position.step:,}"
+    folder = begin.path.absolute().parent.parent
+    stored = (folder / "run.json").is_file()  # not a copy of the checkpoint elsewhere
+    name = earlier.name if earlier else folder.name if stored else begin.path.name
+    return f"continues {name} from step {begin.checkpoint.position.step:,}"
+
+
+def chosen_by_auto(begin: Beginning) -> str:
+    """Return the name of a checkpoint's run if "auto" chose its engine; "" if the user named it.
+
+    Args:
+        begin: The checkpoint.
+    """
+    entry = read_entry(begin.path.absolute().parent.parent)
+    if entry is None or entry.engine_asked != AUTO:
+        return ""
+    began_with = StoredRun(RunFolder(entry.folder)).began_with
+    return entry.name if began_with.get("engine") == begin.settings.get("engine") else ""
 
 
 def newest(folder: Path) -> Beginning:

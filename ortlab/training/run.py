@@ -52,7 +52,7 @@ class Run(StoredRun):
             takes time, and calls it again for settings that `apply` asks for.
         train: The training data; see `ortlab.training.data_loading.batches`.
         settings: Settings that the run starts with.
-        evaluation: Held-out data; None for a run without evaluations.
+        evaluation: Evaluation data; None for a run without evaluations.
         name: Name of the run; None for the next free one.
         show: Shows the run when it starts.
         root: Folder of all runs; None for the default.
@@ -62,6 +62,7 @@ class Run(StoredRun):
         choice: Reason for the engine if it was chosen by "auto", shown while it is in use.
         notes: Lines on the start of the run, shown to the user.
         earlier: Run of `begin`, if this run includes its metrics.
+        resumed: Where the run resumes from, in words; "" for a new run.
         names: The user's names of `ortlab.training.resume.NAMES`, by which `ortlab.resume` finds
             them again.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
@@ -95,6 +96,7 @@ class Run(StoredRun):
         choice: str = "",
         notes: Sequence[str] = (),
         earlier: Earlier | None = None,
+        resumed: str = "",
         names: Mapping[str, str] | None = None,
         kept: Callable[[], Mapping[str, int]] = dict,
         metrics: UserMetrics | None = None,
@@ -126,7 +128,12 @@ class Run(StoredRun):
         self._interrupts = 0
         self._control = Control()
         self._progress = RunProgress(
-            self._control, settings, total, last_step=place.step if place else 0
+            self._control,
+            settings,
+            total,
+            auto=settings.model.engine if choice else "",
+            choice=choice,
+            last_step=place.step if place else 0,
         )
         super().__init__(RunFolder.create(name, root=root))
         self._record = RunRecord(
@@ -135,11 +142,12 @@ class Run(StoredRun):
             model=model,
             names=names,
             earlier=earlier,
+            resumed=resumed,
             metrics=metrics,
         )
         notes = [*notes, *filter(None, [length])]
         self._view = RunView(
-            self._progress, self._record, warnings=warnings, choice=choice, notes=notes, kept=kept
+            self._progress, self._record, warnings=warnings, notes=notes, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
         told += [("note", note) for note in (*notes, choice) if note]
@@ -203,13 +211,18 @@ class Run(StoredRun):
 
     @property
     def engine_asked(self) -> str:
-        """Name of the engine in the settings."""
-        return self.current_settings.model.engine
+        """Name of the engine that the user asked for, such as "auto"."""
+        return self._progress.engine_asked
 
     @property
     def engine_used(self) -> str:
         """Name of the engine that executes the model; after a fallback, not the one asked for."""
         return self._progress.engine_used
+
+    @property
+    def resumed(self) -> str:
+        """Where the run resumes from, such as "continues run-3 from step 40"; "" for a new run."""
+        return self._record.resumed
 
     @property
     def fallback_reason(self) -> str | None:
@@ -355,13 +368,16 @@ class Run(StoredRun):
         """
         if self.over():
             raise ValueError(f"{self.name} is over ({self.state}): its settings cannot be changed")
-        wanted, _ = resolved(self.current_settings.replace(**changes))
+        asked = self.current_settings.replace(**changes)
+        wanted, choice = resolved(asked)
         changes = {name: wanted[name] for name in wanted.canonical(changes)}
         setting_changes.check_change(self.current_settings, wanted, self.fixed)
         setting_changes.check_best(
             wanted.checkpoint, evaluates=self._evaluates, metrics=self._record.metrics
         )
         engine_for(wanted)
+        if choice:
+            self._progress.auto, self._progress.choice = wanted.model.engine, choice
         return self._control.apply(changes)
 
     def undo(self) -> ChangeRequest:

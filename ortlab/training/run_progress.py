@@ -7,7 +7,7 @@ from typing import Final
 
 from ortlab.engines.base import Report
 from ortlab.metrics.recorder import State
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import AUTO, FinetuneSettings
 from ortlab.training.control import Control
 from ortlab.training.run_result import RunResult
 from ortlab.training.trainer import Trainer
@@ -27,6 +27,10 @@ class RunProgress:
     """Settings in effect."""
     total: int | None
     """Optimizer steps of the whole run; None if unknown."""
+    auto: str = ""
+    """Engine that "auto" chose; "" if the user named one."""
+    choice: str = ""
+    """Reason for that choice."""
     last_step: int = 0
     """Optimizer steps done while there is no trainer: before training and after it."""
     earlier_settings: list[FinetuneSettings] = field(default_factory=list)
@@ -70,6 +74,12 @@ class RunProgress:
         return "stopped" if self.control.stopping else "finished"
 
     @property
+    def engine_asked(self) -> str:
+        """Name of the engine that the user asked for, "auto" while the one it chose is in use."""
+        engine = self.settings.model.engine
+        return AUTO if engine == self.auto else engine
+
+    @property
     def engine_used(self) -> str:
         """Name of the engine that executes the model."""
         return self.report.engine_used if self.report else self.settings.model.engine
@@ -85,7 +95,7 @@ class RunProgress:
         if self.control.calling is not None:
             return f"the callback {self.control.calling}"
         if self.control.reads_held_out:
-            return f"the held-out data after step {self.step}"
+            return f"the evaluation data after step {self.step}"
         return f"the data of step {self.step + 1}"
 
     def use(self, settings: FinetuneSettings) -> None:

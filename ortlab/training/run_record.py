@@ -37,6 +37,7 @@ class RunRecord:
         model: Model of the run, of which the class and the number of parameters are recorded.
         names: The user's names of model and data; see `ortlab.training.resume.NAMES`.
         earlier: Run that this one continues, whose metrics and events are copied.
+        resumed: Where the run resumes from, in words; "" for a new run.
         metrics: The user's metrics.
     """
 
@@ -48,6 +49,7 @@ class RunRecord:
         model: nn.Module,
         names: Mapping[str, str] | None = None,
         earlier: Earlier | None = None,
+        resumed: str = "",
         metrics: UserMetrics | None = None,
     ) -> None:
         self.metrics = metrics
@@ -56,6 +58,8 @@ class RunRecord:
         """Folder of the run."""
         self.earlier = earlier
         """Run that this one continues; None for a new one."""
+        self.resumed = resumed
+        """Where the run resumes from, in words; "" for a new run."""
         self.kind = type(model).__name__
         """Class of the model."""
         self.meter: Meter | None = None
@@ -244,7 +248,6 @@ class RunRecord:
         if result is not None:
             ended |= {
                 "steps": result.steps,
-                "engine_asked": progress.settings.model.engine,
                 "engine_used": progress.engine_used,
                 "precision": progress.settings.model.precision,
                 "workers": progress.settings.parallel.workers,
@@ -258,5 +261,7 @@ class RunRecord:
             state="running" if result is None else result.state,
             names=self._names,
             continues=self.earlier.name if self.earlier else None,
+            resumed=self.resumed,
+            engine_asked=progress.engine_asked,
             ended=ended,
         )

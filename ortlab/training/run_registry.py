@@ -82,6 +82,11 @@ if TYPE_CHECKING:
             ...
 
         @property
+        def resumed(self) -> str:
+            """Where the run resumes from, in words; "" for a new run."""
+            ...
+
+        @property
         def about(self) -> dict[str, Any]:
             """Content of run.json; see `ortlab.history.run_folder`."""
             ...

@@ -44,7 +44,7 @@ class RunResult:
         if not math.isnan(self.final_loss):
             parts.append(f"loss {self.final_loss:.4g}")
         if self.before is not None and self.after is not None:
-            parts.append(f"held out before: {self.before}; after: {self.after}")
+            parts.append(f"evaluation (first): {self.before}; evaluation (last): {self.after}")
         if not math.isnan(self.samples_per_s):
             parts.append(f"{rounded(self.samples_per_s)} samples/s")
         if not math.isnan(self.peak_bytes):

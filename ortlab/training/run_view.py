@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ortlab.metrics.evaluation import told_last
 from ortlab.metrics.recorder import Status
+from ortlab.settings import AUTO
 from ortlab.training.control import PauseReason
 from ortlab.training.failures import typed
 from ortlab.training.run_progress import SLOW_READ_S, RunProgress
@@ -22,7 +24,6 @@ class RunView:
         progress: Progress of the run.
         record: Record of the run.
         warnings: Warnings about the start of the run, shown as long as it exists.
-        choice: Reason for the engine that the run begins with; "" if the user named it.
         notes: Lines on the start of the run, shown as long as it exists.
         kept: Returns the sizes in bytes of cached engines of earlier settings, by their names.
     """
@@ -33,14 +34,12 @@ class RunView:
         record: RunRecord,
         *,
         warnings: Sequence[str] = (),
-        choice: str = "",
         notes: Sequence[str] = (),
         kept: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._progress = progress
         self._record = record
         self._warnings = tuple(warnings)
-        self._choice = (progress.settings.model.engine, choice)
         self._notes = tuple(notes)
         self._kept = kept
 
@@ -130,10 +129,9 @@ class RunView:
 
     def _lines(self, *, over: bool) -> tuple[str, ...]:
         progress, record = self._progress, self._record
-        engine, choice = self._choice
-        lines = list(self._notes)
-        if choice and engine == progress.settings.model.engine:
-            lines.append(choice)
+        lines = [*filter(None, [record.resumed]), *self._notes]
+        if progress.engine_asked == AUTO:
+            lines.append(progress.choice)
         if progress.step == 0 and not over:
             lines.append(progress.doing)
         since = progress.control.reading_since
@@ -143,8 +141,9 @@ class RunView:
         evaluations = record.evaluations()
         if evaluations:
             before, after = evaluations[0], evaluations[-1]
-            first = f" (before training: {before})" if after.step else ""
-            lines.append(f"held out at step {after.step}: {after}{first}")
+            when = f"first, step {before.step:,}" if before.step else "before training"
+            first = f" ({when}: {before})" if evaluations[1:] else ""
+            lines.append(f"{told_last(after)}{first}")
         lines += [event.text for event in record.recorder.events("early_stop")]
         lines += [event.text for event in record.recorder.events("skipped_data")[-1:]]
         if skipped := int(record.recorder.total("skipped")):

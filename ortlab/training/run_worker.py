@@ -208,7 +208,8 @@ class RunWorker:
         for kind, text in (*self._told, *(record.earlier.told if record.earlier else ())):
             record.event(kind, text)
         if record.earlier is None and progress.step:
-            record.event("note", f"resumed from a checkpoint at step {progress.step}")
+            told = record.resumed or f"resumed from a checkpoint at step {progress.step}"
+            record.event("note", told)
 
     def _prepare(self, settings: FinetuneSettings) -> Stepper:
         assert self._work is not None

@@ -30,7 +30,7 @@ from ortlab.training import initial_weights, settings_preview
 from ortlab.training.callbacks import Callbacks
 from ortlab.training.data_loading import Collate, of_samples, unevenly
 from ortlab.training.failures import FailurePolicy
-from ortlab.training.resume import Beginning, Earlier
+from ortlab.training.resume import Beginning, Earlier, chosen_by_auto, origin
 from ortlab.training.run import Run
 from ortlab.training.training_state import check_state
 
@@ -67,6 +67,7 @@ class RunRequest:
         earlier: The run that this one continues, with its metrics; None for a new run.
         hold: Whether a run that fails waits for the user; None for the session's default.
         fresh: Whether to start from the weights from before the model's first run.
+        name: Name of the run; None for the next run-N.
         settings: Settings that the user gave by name.
     """
 
@@ -83,6 +84,7 @@ class RunRequest:
     earlier: Earlier | None = None
     hold: bool | None = None
     fresh: bool = False
+    name: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -349,12 +351,14 @@ class RunStarter:
             metrics=None if request.metrics is None else UserMetrics(request.metrics),
             callbacks=request.callbacks,
             settings=chosen.settings,
+            name=request.name,
             show=self._services.show,
             begin=request.checkpoint,
             warnings=chosen.warnings,
             choice=chosen.choice,
             notes=notes,
             earlier=request.earlier,
+            resumed="" if request.begin is None else origin(request.begin, request.earlier),
             names=request.names(self._services.names()),
             fixed=fixed,
             collate_fn=request.collate_fn,
@@ -424,6 +428,9 @@ def choose_settings(
     if begin is not None and (warning := _not_restored(begin.settings, chosen, given)):
         warnings.append(warning)
     chosen, choice = resolved(chosen)
+    # A checkpoint has the name of the engine that was chosen.
+    if isinstance(begin, Beginning) and "engine" not in given and (run := chosen_by_auto(begin)):
+        choice = f"engine auto: {chosen.model.engine}, as in {run}"
     return ChosenSettings(chosen, function, warnings, choice, optim)
 
 

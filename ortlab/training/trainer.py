@@ -45,7 +45,7 @@ class Trainer:
         settings: Settings that the run starts with.
         control: Pauses, stops and changes the run from other threads.
         recorder: Receives samples and events.
-        evaluation: Held-out data; None for a run without evaluations.
+        evaluation: Evaluation data; None for a run without evaluations.
         meter: Memory meter of this process; None to leave the memory unknown.
         begin: Checkpoint to resume from: its order of the data, position in it, random states and
             schedule.

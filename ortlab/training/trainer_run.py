@@ -20,9 +20,9 @@ from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
-from ortlab.metrics.evaluation import Goal, evaluations_of
+from ortlab.metrics.evaluation import Goal, evaluations_of, told_last
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import AUTO, FinetuneSettings
 from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.utils import at_exit
@@ -102,6 +102,7 @@ class TrainerRun(StoredRun):
         name: Name of the run; None for the next run-N.
         root: Folder of the runs; None for the default.
         choice: Reason for the engine if "auto" was asked for; "" if it was named.
+        resumed: Where the run resumes from, in words; "" for a new run.
         where: What trains, for the title.
         call: The method that trains, for errors.
     """
@@ -117,6 +118,7 @@ class TrainerRun(StoredRun):
         name: str | None = None,
         root: Path | None = None,
         choice: str = "",
+        resumed: str = "",
         where: str = "a Trainer",
         call: str = "train",
     ) -> None:
@@ -124,10 +126,13 @@ class TrainerRun(StoredRun):
         """True if pause and stop have an effect."""
         self.error: BaseException | None = None
         """Error that ``train`` raised, if it is known."""
+        self.resumed = resumed or (f"resumed from a checkpoint at step {step:,}" if step else "")
+        """Where the run resumes from, in words; "" for a new run."""
         self._kind, self._where, self._call = model.__class__.__name__, where, call
         self._model = weakref.ref(model)
         self._engine = wrapped_model(model)
-        self._engine_asked = str(settings["engine"])
+        self._choice = choice
+        self._engine_name = str(settings["engine"])
         self._before = self._report = self._now()
         self._parameters = sum(p.numel() for p in model.parameters())
         self._total, self._step = total_steps, step
@@ -157,11 +162,10 @@ class TrainerRun(StoredRun):
         sqlite_index.note(self.folder)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
         self.tell("state", "running")
-        self._choice = choice
         if choice:
             self.tell("note", choice)
-        if step:
-            self.tell("note", f"resumed from a checkpoint at step {step}")
+        if self.resumed:
+            self.tell("note", self.resumed)
         at_exit.register(self._end_with_python)
 
     @property
@@ -185,8 +189,8 @@ class TrainerRun(StoredRun):
 
     @property
     def engine_asked(self) -> str:
-        """Engine that was asked for."""
-        return self._engine_asked
+        """Engine that the user asked for, such as "auto"."""
+        return AUTO if self._choice else self._engine_name
 
     @property
     def engine_used(self) -> str:
@@ -415,7 +419,7 @@ class TrainerRun(StoredRun):
             self.turn.count(args if tensors(args) else kwargs)
 
     def _now(self) -> Report:
-        return Report(self._engine_asked) if self._engine is None else self._engine.report()
+        return Report(self._engine_name) if self._engine is None else self._engine.report()
 
     def _hear(self) -> None:
         """Record what the engine reports for the first time."""
@@ -441,9 +445,8 @@ class TrainerRun(StoredRun):
         return now.export_s - before.export_s, now.check_s - before.check_s
 
     def _lines(self) -> tuple[str, ...]:
-        lines = [self._choice] if self._choice else []
-        if evaluations := evaluations_of(self.recorder):
-            lines.append(f"held out at step {evaluations[-1].step}: {evaluations[-1]}")
+        lines = [*filter(None, [self.resumed, self._choice])]
+        lines += map(told_last, evaluations_of(self.recorder)[-1:])
         export_s, check_s = self._spent()
         if export_s:
             lines.append(f"export to ORT {export_s:.2g} s")
@@ -475,7 +478,6 @@ class TrainerRun(StoredRun):
         if result is not None:
             ended = {
                 "steps": result.steps,
-                "engine_asked": self._engine_asked,
                 "engine_used": self.engine_used,
                 "precision": self._precision,
                 "fallback_reason": self._report.fallback_reason,
@@ -487,5 +489,7 @@ class TrainerRun(StoredRun):
             parameters=self._parameters,
             created=self._created,
             state="running" if result is None else result.state,
+            resumed=self.resumed,
+            engine_asked=self.engine_asked,
             ended=ended,
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.lab import Lab, Notebook, Opens, Takes
 
 pytestmark = pytest.mark.browser
 
+CURVES = "Curves of run-1 · lr 0.3, run-2 · lr 0.01, run-3 · lr 0.001"
 RUNS = """
 %load_ext ortlab
 import os, tempfile
@@ -39,7 +40,7 @@ def test_runs_are_sorted_searched_and_compared(
     expect(table.locator("tbody tr")).to_have_count(4)
     expect(page.locator(".ortlab-history-live, .ortlab-history tr").first).to_be_visible()
     # The picture of the comparison is the last output.
-    expect(page.get_by_alt_text("Curves of run-1, run-2, run-3")).to_be_visible()
+    expect(page.get_by_alt_text(CURVES)).to_be_visible()
     book.check()
     state = table.locator("tbody tr", has_text="run-4").locator("td").nth(1)
     expect(state).to_have_text("stopped")  # live: the run was still running when the table was made
@@ -70,10 +71,10 @@ def test_runs_are_sorted_searched_and_compared(
     expect(page.locator("#jupyterlab-splash")).to_have_count(0)
     table.scroll_into_view_if_needed()
     screenshot("history-dark")
-    page.get_by_alt_text("Curves of run-1, run-2, run-3").scroll_into_view_if_needed()
+    page.get_by_alt_text(CURVES).scroll_into_view_if_needed()
     screenshot("compare-dark")
     book.theme("JupyterLab Light")
-    page.get_by_alt_text("Curves of run-1, run-2, run-3").scroll_into_view_if_needed()
+    page.get_by_alt_text(CURVES).scroll_into_view_if_needed()
     screenshot("compare-light")
     saved = book.save()
     (page_of_runs,) = [o.data["text/html"] for o in saved.cells[1].outputs if "text/html" in o.data]
@@ -87,3 +88,76 @@ def test_runs_are_sorted_searched_and_compared(
     expect(still.get_by_text("Error displaying widget")).to_be_hidden()
     still.scroll_into_view_if_needed()
     screenshot("history-saved")
+
+
+MANY = """
+%load_ext ortlab
+import os, tempfile
+os.environ["ORTLAB_HOME"] = tempfile.mkdtemp()
+import ortlab
+from pathlib import Path
+from ortlab.history.run_folder import RunFolder
+from tests.support.past_runs import kept
+root = Path(os.environ["ORTLAB_HOME"], "runs")
+named = [("run-1", "Sequential"), ("lr-0.001", "GPT2LMHeadModel"), ("squad-warmup", "Net"),
+         ("bert-base-lr-5e-5-batch-32", "BertForSequenceClassification")]
+for name, model in named:
+    path = kept(root, name, model=model, engine="ortmodule", count=12_000, loss=1.2345)
+    folder = RunFolder(path)
+    about = folder.read_json("run")
+    about |= {"engine_asked": "auto", "resumed": "continues run-3 from step 40"}
+    about["result"]["best"]["metrics"] = {"f1": 0.8712}
+    folder.write_json("run", about)
+kept(root, "cut-off", state="running")
+ortlab.open_run("lr-0.001").note("the best so far, diverges with a higher learning rate")
+"""
+EXTRA = {"precision", "samples/s", "peak", "took", "on disk"}
+WIDTHS = """element => [element.scrollWidth, element.clientWidth,
+    element.closest('.jp-OutputArea-output').clientWidth]"""
+
+
+def test_the_runs_fit_into_a_page_of_1280_pixels(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([MANY, "%ort runs", "%ort runs --wide", "%ort runs --sort memory"])
+    book.run()
+    plain, wide, sorted_ = (page.locator(".ortlab-history").nth(i) for i in range(3))
+    expect(sorted_.locator("tbody tr")).to_have_count(5)
+    assert page.evaluate("innerWidth") == 1280
+
+    def heads(table: Locator) -> list[str]:
+        return table.locator("th:visible").all_inner_texts()
+
+    box = plain.locator(".ortlab-history-table")
+    inside, room, area = box.evaluate(WIDTHS)
+    assert inside <= room <= area, f"the table is {inside} px wide, its output {area} px"
+    assert not EXTRA & {*heads(plain)}
+    (name,) = [each for each in box.locator("td:first-child").all() if "bert" in each.inner_text()]
+    assert name.get_attribute("title") == "bert-base-lr-5e-5-batch-32", "it may be cut off"
+    box.scroll_into_view_if_needed()
+    screenshot("runs-1280-light")
+    columns = plain.get_by_role("button", name="Show or hide columns")
+    expect(columns).to_have_text("All columns")
+    columns.click()
+    assert {*heads(plain)} >= EXTRA
+    screenshot("runs-1280-all-light")
+    expect(columns).to_have_text("Fewer columns")
+    columns.click()
+    assert "peak" not in heads(plain)
+    assert {*heads(wide)} >= EXTRA
+    assert "peak" in heads(sorted_)
+    assert "took" not in heads(sorted_)
+    book.theme("JupyterLab Dark")
+    box.scroll_into_view_if_needed()
+    screenshot("runs-1280-dark")
+    # Pages without a kernel show the static table.
+    static = page.locator(".ortlab-runs").first
+    page.add_style_tag(content=".ortlab-history { display: none } ")
+    page.evaluate(
+        "() => document.querySelectorAll('[data-ortlab-still]')"
+        ".forEach(each => each.style.setProperty('display', 'block', 'important'))"
+    )
+    inside, room, area = static.evaluate(WIDTHS)
+    static.scroll_into_view_if_needed()
+    screenshot("runs-1280-static-dark")
+    assert inside <= room <= area, f"the table is {inside} px wide, its output {area} px"

@@ -19,6 +19,8 @@ from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.export_pool import ExportFailed
 from ortlab.engines.registry import refusal, resolved
 from ortlab.engines.torch import stepper
+from ortlab.history.run_folder import RunFolder
+from ortlab.history.saved_run import SavedRun
 from ortlab.session import session
 from ortlab.settings import EngineSettings, FinetuneSettings
 from tests.support.needed_engines import needs
@@ -160,7 +162,7 @@ def test_a_model_is_wrapped_and_trained_without_ort(no_ort: None) -> None:
     data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(2)]
     run = ortlab.finetune(model, data, loss="cross_entropy")
     run.result()
-    assert (run.engine_asked, run.engine_used) == ("eager", "eager")
+    assert (run.engine_asked, run.engine_used) == ("auto", "eager")
     assert run.settings.model.engine == "eager", "the name that was resolved is stored"
     assert any(NO_RUNTIME in line for line in run.status().lines)
     notes = [event.text for event in run.recorder.events() if event.kind == "note"]
@@ -241,6 +243,9 @@ def test_a_run_that_ortmodule_refuses_trains_in_todays_onnxruntime(with_ort: Non
         assert any("fallback to ort: engine 'ortmodule'" in each for each in run.status().badges)
         warned = [each.text for each in run.recorder.events() if each.kind == "warning"]
         assert len(warned) == 1
+    again = ortlab.finetune(Counting(), data, resume_from=run, num_train_epochs=5)
+    again.result()
+    assert (again.engine_asked, again.engine_used) == ("auto", "ort")
 
 
 def test_an_engine_that_was_named_is_not_exchanged(with_ort: None) -> None:
@@ -343,10 +348,43 @@ def test_a_run_of_a_wrapped_model_says_why_it_has_its_engine(with_ort: None) -> 
     assert not any("engine auto" in line for line in named.status().lines)
 
 
+def test_the_engine_that_was_asked_for_stays_auto() -> None:
+    data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(2)]
+    run = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy")
+    started = RunFolder(run.folder).read_json("run")
+    run.result()
+    used = run.engine_used
+    assert (started["engine_asked"], run.engine_asked) == ("auto", "auto")
+    (listed,) = [each for each in ortlab.list_runs(engine="auto") if each.name == run.name]
+    (row,) = [each for each in ortlab.status().runs if each.name == run.name]
+    saved = SavedRun(run.folder)
+    for each in (listed, row, saved.entry):
+        assert (each.engine_asked, each.engine_used) == ("auto", used)
+    assert f"auto → {used}" in repr(ortlab.list_runs())
+    assert saved.title == run.title
+    again = ortlab.finetune(nn.Linear(2, 2), data, resume_from=run, num_train_epochs=5)
+    again.result()
+    assert (again.engine_asked, again.engine_used) == ("auto", used)
+    assert f"engine auto: {used}, as in {run.name}" in again.status().lines
+    other = ortlab.finetune(nn.Linear(2, 2), data, resume_from=run, engine="eager", max_steps=8)
+    other.result()
+    assert other.engine_asked == "eager"
+    named = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy", engine="eager")
+    named.result()
+    assert (named.engine_asked, SavedRun(named.folder).entry.engine_asked) == ("eager", "eager")
+    model = ortlab.wrap(nn.Linear(2, 2))
+    with ortlab.track(model) as loop:
+        model(torch.randn(3, 2)).sum().backward()
+    entry = SavedRun(loop.folder).entry
+    assert (loop.engine_asked, entry.engine_asked, entry.engine_used) == ("auto", "auto", used)
+
+
 def test_a_change_to_auto_is_resolved() -> None:
     data = [(torch.randn(4, 2), torch.randint(2, (4,))) for _ in range(40)]
     run = ortlab.finetune(nn.Linear(2, 2), data, loss="cross_entropy", engine="compile")
+    assert run.engine_asked == "compile"
     run.apply(engine="auto")
     run.result()
+    assert run.engine_asked == "auto"
     assert run.current_settings.model.engine in ("ortmodule", "ort", "eager")
     assert session.run(f"{run.name}") is run

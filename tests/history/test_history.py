@@ -28,6 +28,7 @@ from ortlab.history.run_folder import RunFolder, read_last, read_metrics
 from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
+from ortlab.notebook.static_views.drawing import COLORS
 from ortlab.notebook.views import charts, comparison_view
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
@@ -621,6 +622,36 @@ def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
     assert len(repr(ortlab.list_runs(limit=52)).splitlines()) == 52 + 3
 
 
+def test_a_listing_has_the_columns_that_fit_and_all_on_request(root: Path) -> None:
+    for _ in range(2):
+        kept(root)
+    plain, wide = (repr(ortlab.list_runs(**more)) for more in ({}, {"wide": True}))
+    extra = ("precision", "samples/s", "peak", "took", "on disk")
+    assert not [head for head in extra if head in plain.splitlines()[0]]
+    assert [head for head in extra if head in wide.splitlines()[0]] == list(extra)
+    assert "wide=True (--wide) adds precision, samples/s, peak, took, on disk" in plain
+    assert "--wide" not in wide
+    by_memory = repr(ortlab.list_runs(sort="memory"))
+    assert "peak" in by_memory.splitlines()[0]
+    assert "wide=True (--wide) adds precision, samples/s, took, on disk" in by_memory
+    assert "0.5 (75.0%)" in plain
+    assert "evaluation (best)" in plain.splitlines()[0]
+
+
+def test_evaluations_have_one_name_everywhere(trained: Any) -> None:
+    live, past = trained[0], SavedRun(trained[0].folder)
+    last = live.evaluations[-1]
+    for run in (live, past):
+        (line,) = [line for line in run.status().lines if line.startswith("evaluation")]
+        assert line.startswith(f"evaluation (last, step {last.step}): {last}")
+    assert f"evaluation (last): {last}" in str(live.result())
+    listed = ortlab.list_runs(sort="evaluation")
+    assert listed.settings == ortlab.list_runs(sort="held-out").settings, "its former name"
+    told = [repr(listed), repr(ortlab.compare_runs(*trained)), str(live.result())]
+    told += [*live.status().lines, *past.status().lines]
+    assert not [each for each in told if "held out" in each or "held-out" in each]
+
+
 # Comparisons.
 
 
@@ -633,8 +664,14 @@ def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
     assert found["result", "steps"] == ("12", "12")
     assert found["result", "loss"][0] == f"{trained[0].result().final_loss:.4g}"
     assert "versions: the same" in repr(comparison)
+    assert comparison.labels == tuple(
+        f"{run.name} · lr {lr}" for run, lr in zip(trained, (0.1, 0.01), strict=True)
+    )
     text = curves.text(comparison)
-    assert text.count(trained[0].name) >= 4
+    assert text.count(comparison.labels[0]) >= 4
+    best = trained[0].result().best
+    assert found["result", "evaluation loss (best)"][0] == f"{best.loss:.4g}"
+    assert found["result", "evaluation accuracy (best)"][0] == f"{best.accuracy:.4g}"
     assert "Throughput" in text
     data, _ = comparison_view.bundle(comparison)
     assert 'src="data:image/png;base64,' in data["text/html"]
@@ -643,12 +680,82 @@ def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
 
 def test_names_of_folders_are_text_in_a_comparison(root: Path) -> None:
     for name in ('"><b onload="x', "$\\no$"):
-        path = kept(root)
+        path = kept(root, loss=len(name))
+        settings = RunFolder(path).read_json("settings")
+        RunFolder(path).write_json("settings", settings | {"loss": f"<i>{name}"})
         RunFolder(path).write_json("run", RunFolder(path).read_json("run") | {"name": name})
         path.rename(root / name)
     data, _ = comparison_view.bundle(ortlab.compare_runs('"><b onload="x', "$\\no$"))
     assert "<b " not in data["text/html"]
-    assert 'alt="Curves of &quot;&gt;&lt;b onload=&quot;x, $\\no$"' in data["text/html"]
+    assert "<i>" not in data["text/html"]
+    assert 'alt="Curves of &quot;&gt;&lt;b onload=&quot;x · loss &lt;i&gt;' in data["text/html"]
+
+
+def test_a_label_has_the_settings_that_differ_the_common_ones_first(root: Path) -> None:
+    kept(root, "same")
+    kept(root, "other", seed=3, weight_decay=0.5, learning_rate=1e-3)
+    comparison = ortlab.compare_runs("same", "other")
+    assert comparison.labels[1].startswith("other · lr 0.001 · ")
+    assert comparison.labels[1].endswith(" · …")
+    kept(root, "again")
+    assert ortlab.compare_runs("same", "again").labels == ("same", "again")
+    path = kept(root, "control")
+    settings = RunFolder(path).read_json("settings")
+    RunFolder(path).write_json("settings", settings | {"loss": "a\x1b[31m" + 99 * "b"})
+    label = ortlab.compare_runs("same", "control").labels[1]
+    assert label.startswith("control · loss a\\x1b[31mbbb")
+    assert len(label) < 50
+
+
+def evaluated(path: Path, *values: dict[str, float]) -> None:
+    """Give a run these evaluations instead of its own."""
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    events = [
+        {"event": "eval", "step": 5 * i, "time_s": 0.1, "text": "", "values": each}
+        for i, each in enumerate(values)
+    ]
+    steps_alone = [line for line in lines if '"eval"' not in line]
+    (path / "metrics.jsonl").write_text("\n".join([*steps_alone, *map(json.dumps, events)]) + "\n")
+
+
+def test_a_comparison_has_a_chart_for_each_metric_that_runs_share(root: Path) -> None:
+    evaluated(kept(root), {"loss": 2.0, "f1 <$\\no$>": 0.1}, {"loss": 1.0, "f1 <$\\no$>": 0.5})
+    evaluated(kept(root, lr=0.5), {"loss": 2.0, "f1 <$\\no$>": 0.2, "own": 1.0})
+    kept(root, lr=0.25, count=1)
+    comparison = ortlab.compare_runs(1, 2, 3)
+    shown = curves.charts(comparison)
+    titles = [chart.title for chart in shown]
+    assert titles[:3] == ["Training loss", "Evaluation loss", "Evaluation f1 <$\\no$>"]
+    assert "Evaluation own" not in titles, "only one run has it"
+    assert "Evaluation f1 <$\\no$>" in curves.text(comparison)
+    at, values = curves.curve(comparison.runs[0].recorder, shown[2])
+    assert (at.tolist(), values.tolist()) == ([0, 5], [0.1, 0.5])
+    figure = comparison_view.figure(comparison, shown)
+    looks = [[(e.get_color(), e.get_linestyle()) for e in a.get_lines()] for a in figure.axes]
+    patterns = [[e._dash_pattern for e in a.get_lines()] for a in figure.axes]  # type: ignore[attr-defined]
+    assert len(looks) == len(shown)
+    assert all(each == looks[0] for each in looks)
+    assert all(each == patterns[0] for each in patterns)
+    assert len(set(map(str, patterns[0]))) == len({color for color, _ in looks[0]}) == 3
+    assert [color for color, _ in looks[0]] == list(COLORS[:3])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(comparison.labels)
+    handles = legend.legend_handles
+    assert [each.get_color() for each in handles] == list(COLORS[:3])
+    assert [each._dash_pattern[1] is None for each in handles] == [True, False, False]
+    data, _ = comparison_view.bundle(comparison)  # its title is no formula
+    assert "<img" in data["text/html"]
+
+
+def test_a_comparison_has_no_empty_chart(root: Path) -> None:
+    for _ in range(2):
+        evaluated(kept(root, count=0))
+    comparison = ortlab.compare_runs(1, 2)
+    assert curves.charts(comparison) == []
+    data, _ = comparison_view.bundle(comparison)
+    assert "<img" not in data["text/html"]
+    evaluated(kept(root, count=0), {"loss": 2.0})
+    assert [c.title for c in curves.charts(ortlab.compare_runs(1, 3))] == ["Evaluation loss"]
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
@@ -688,19 +795,20 @@ def test_a_comparison_is_of_two_to_eight_different_runs(root: Path) -> None:
         ortlab.compare_runs(1, "run-1")
     with pytest.raises(ValueError, match="no run is called 'run-77'"):
         ortlab.compare_runs(1, 77)
-    png = comparison_view.png(ortlab.compare_runs(*range(1, 9)))
-    assert png.startswith(b"\x89PNG")
+    data, _ = comparison_view.bundle(ortlab.compare_runs(*range(1, 9)))
+    assert "data:image/png;base64,iVBORw0KGgo" in data["text/html"]
 
 
 def test_a_curve_of_a_comparison_is_the_run_s(root: Path) -> None:
     run = SavedRun(kept(root, count=40))
-    at, losses = curves.curve(run.recorder, "step", "loss")
+    in_time = curves.Chart("", "time (s)", "loss")
+    at, losses = curves.curve(run.recorder, curves.LOSS)
     assert at.tolist() == list(range(1, 41))
     assert losses == pytest.approx(np.linspace(2, 1, 40))
-    _, times = curves.curve(run.recorder, "time (s)", "loss")
-    assert np.array_equal(times, losses)
-    assert curves.curve(run.recorder, "time (s)", "loss")[0][-1] == pytest.approx(0.2)
-    assert set(curves.curve(run.recorder, "step", "memory")[1]) == {1024.0}
+    times, same = curves.curve(run.recorder, in_time)
+    assert np.array_equal(same, losses)
+    assert times[-1] == pytest.approx(0.2)
+    assert set(curves.curve(run.recorder, curves.Chart("", "step", "memory"))[1]) == {1024.0}
 
 
 # Other tools.
@@ -732,8 +840,8 @@ def test_tensorboard_reads_every_step_back(root: Path, tmp_path: Path) -> None:
     losses = np.array([point.value for point in points])
     assert np.array_equal(losses, run.metrics.rows[:, INDEX["loss"]].astype(np.float32))
     assert points[99].wall_time - points[0].wall_time == pytest.approx(0.495, abs=1e-6)
-    (held_out,) = read.Scalars("loss/held_out")
-    assert (held_out.step, held_out.value) == (300, 0.5)
+    (evaluation,) = read.Scalars("loss/evaluation")
+    assert (evaluation.step, evaluation.value) == (300, 0.5)
     assert {"throughput/samples_per_s", "memory/rss_bytes"} <= set(read.Tags()["scalars"])
     (text,) = read.Tensors("settings")
     assert b"| learning_rate | " in text.tensor_proto.string_val[0]
@@ -761,7 +869,7 @@ def test_mlflow_reads_the_run_back(
     history = client.get_metric_history(made, "loss")
     assert [metric.step for metric in history] == list(range(1, 31))
     assert [metric.value for metric in history] == pytest.approx(np.linspace(2, 1, 30).tolist())
-    assert found.data.metrics["held_out_accuracy"] == 0.75
+    assert found.data.metrics["evaluation_accuracy"] == 0.75
     assert client.get_experiment(found.info.experiment_id).name == "mine"
     assert run.to_mlflow("mine", tracking_uri=place) != made
 

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -588,3 +590,55 @@ def test_typed(ip: Typist) -> None:
     assert "16.00 GiB" in ip("result")
     assert ip["tune"].settings["gradient_accumulation_steps"] == 1
     assert "no option --batch-size" in ip.refused("%ort tune net data --batch-size 3")
+
+
+def test_several_learning_rates_are_refused_with_what_compares_them(ip: Typist) -> None:
+    ip("net = Net(); data = batches()")
+    advice = "train a run with each, as in %ort finetune model data --lr 1e-3 --fresh --name a"
+    for command in ("tune", "race", "finetune"):
+        for given in ("1e-3,1e-4", "1e-3 1e-4 1e-5"):
+            told = ip.refused(f"%ort {command} net data --loss cross_entropy --lr {given}")
+            assert f"takes a number, not '{given}'; to compare several, {advice}" in told
+    assert advice not in ip.refused("%ort tune net data --lr x")
+    assert "what to do with 'more'" in ip.refused("%ort tune net data more --lr 1e-3")
+    for rates in ([1e-3, 1e-4], "1e-3,1e-4"):
+        with pytest.raises(ValueError, match=f"to compare several, {advice}, then %ort compare"):
+            ortlab.tune(Net(), pairs(), learning_rate=rates)  # type: ignore[arg-type]
+    assert "It does not compare learning rates" in " ".join(ip("%ort tune --help").split())
+    assert "does not compare learning rates" in str(ortlab.tune.__doc__)
+
+
+def test_the_example_of_three_learning_rates_runs_as_documented(
+    ip: Typist, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORTLAB_HOME", str(tmp_path))
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    _, example = text.split("## Compare three learning rates and keep the best")
+    train, compare, keep = re.findall(r"```python\n(.*?)```", example, re.DOTALL)
+    (magic,) = re.findall(r"`(%ort finetune [^`]*)`", example)
+    (other,) = re.findall(r"`(%ort compare [^`]*)`", example)
+    (later,) = re.findall(r"`(model\.load_state_dict\(ortlab\.open_run[^`]*)`", example)
+    ip(train)
+    first = [run.evaluations[0].loss for run in ip["runs"]]
+    assert first == [first[0]] * 3, "all from the same weights"
+    shown = ip(compare)
+    for lr in ("0.3", "0.01", "0.0003"):
+        assert f"lr-{lr} · lr {lr}" in shown
+    assert "Evaluation loss" in shown
+    assert ip(other).partition("\n")[2] == shown.partition("\n")[2]
+    assert ip(keep).startswith("lr-0.01: loss")
+    losses = [run.result().best.loss for run in ip["runs"]]
+    assert ip["best"].result().best.loss == min(losses)
+
+    def accuracy() -> float:
+        inputs, targets = ip["valid"].tensors
+        with torch.no_grad():
+            return float((ip["model"](inputs).argmax(1) == targets).float().mean())
+
+    assert accuracy() == pytest.approx(ip["best"].result().best.accuracy)
+    ip("for p in model.parameters(): p.data.zero_()")
+    ip(later)
+    assert accuracy() == pytest.approx(ip["best"].result().best.accuracy)
+    ip(f"again = {' '.join(magic.split())}\nawait again")
+    assert (ip["again"].name, ip["again"].state) == ("lr-0.01-2", "finished")
+    assert ip["again"].evaluations[0].loss == first[0]

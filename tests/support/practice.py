@@ -142,7 +142,7 @@ class Practice:
         if self._step % 50 == 1:
             values = {"loss": loss * 1.1, "accuracy": 1 - 0.5**self._step}
             self.recorder.event(
-                Event("eval", self._step, time_s, f"held out at step {self._step}", values)
+                Event("eval", self._step, time_s, f"evaluation at step {self._step}", values)
             )
         if self._step % 80 == 0:
             self._tell("checkpoint", f"checkpoint last-{self._step} saved")

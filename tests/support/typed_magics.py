@@ -99,6 +99,7 @@ def empty_session() -> None:
         run.stop()
         assert run.wait_over(60)
     session.runs.clear()
+    session.trainers.clear()
     for entry in session.wrapped.entries:
         assert entry.wrapper is not None
         session.wrapped.unwrap(entry.wrapper)

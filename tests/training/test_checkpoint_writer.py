@@ -413,7 +413,7 @@ def test_a_run_goes_on_by_its_names_with_its_charts_whole(
     times = run.recorder.rows()[:, INDEX["time_s"]]
     assert (times[1:] >= times[:-1]).all(), "the clock goes on too"
     listed = repr(ortlab.list_runs())
-    assert "continues run-1" in listed
+    assert "continues run-1 from step 6" in listed
     assert "goes on as run-2" in listed
     assert "%ort resume" not in listed
     assert not list((died.folder / "checkpoints").glob(".*")), "what is half is cleared away"

@@ -211,7 +211,7 @@ def test_it_is_in_the_history_and_in_comparisons(tmp_path: Path) -> None:
     saved = ortlab.open_run("first")
     assert saved.metrics.rows[-1, INDEX["loss"]] == 0.25
     names = {each.name for each in ortlab.compare_runs("first", "second").differences}
-    assert "f1 <b>" in names
+    assert "evaluation f1 <b> (best)" in names
     saved.to_tensorboard(tmp_path)
     assert list(tmp_path.rglob("events.*"))
 
@@ -313,6 +313,8 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
             first = run.step
             steps(model, optimizer, scheduler, batches[first:])
         assert (first, run.step) == (12 if where == path else 20, 20)
+        told = f"continues {'twelve.safetensors' if where == path else where} from step {first}"
+        assert run.status().lines[0] == SavedRun(run.folder).status().lines[0] == told
         # The metrics of an earlier run are read from its folder, with 9 digits.
         assert column(run, "loss")[-8:] == pytest.approx(column(whole, "loss")[-8:], rel=1e-8)
         assert column(run, "lr")[-8:] == pytest.approx(column(whole, "lr")[-8:])

@@ -102,7 +102,7 @@ def test_the_history_has_them() -> None:
     other = train(Network(), metrics={"f1 <b>": macro}, **CHOSEN)
     differences = ortlab.compare_runs(run.name, other.name).differences
     rows = {each.name: each.values for each in differences}
-    assert len(rows["f1 <b>"]) == 2
+    assert len(rows["evaluation f1 <b> (best)"]) == 2
 
 
 def test_a_resumed_run_finds_them_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,6 @@ def test_events_are_exported(tmp_path: Path) -> None:
     (folder,) = {path.parent for path in tmp_path.rglob("events.*")}
     read = EventAccumulator(str(folder))
     read.Reload()
-    assert [each.value for each in read.Scalars("f1/held_out")] == pytest.approx(
+    assert [each.value for each in read.Scalars("f1/evaluation")] == pytest.approx(
         evaluated(run, "f1"), rel=1e-6
     )

@@ -34,6 +34,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint, _digest
 from ortlab.engines.base import EngineUnavailable, NotFinite, Stepper
 from ortlab.engines.registry import engine
 from ortlab.engines.torch.stepper import Eager
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import INDEX, Recorder
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, trainer
@@ -613,7 +614,33 @@ def test_a_checkpoint_in_a_pause_and_a_run_from_it(home: Path) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     notes = [event.text for event in resumed.recorder.events("note")]
-    assert notes == ["resumed from a checkpoint at step 5"]
+    assert notes == ["continues a.ckpt from step 5"]
+
+
+def test_a_run_says_which_run_it_continues(home: Path) -> None:
+    chosen = {**CHOSEN, "max_steps": 4, "save_steps": 2, "keep_checkpoints": 9}
+    first = ortlab.finetune(network(), examples(22), **chosen)
+    first.result()
+    (early,) = [each.path for each in first.checkpoints if "2" in each.name]
+    for given, step in ((first, 4), (first.name, 4), (early, 2)):
+        run = ortlab.finetune(
+            network(), examples(22), eval_dataset=examples(6), resume_from=given, max_steps=6
+        )
+        run.result()
+        told = f"continues {first.name} from step {step}"
+        assert run.resumed == run.status().lines[0] == told
+        assert not [line for line in run.status().lines if "before training" in line]
+        assert SavedRun(run.folder).status().lines[0] == told
+        assert told in {event.text for event in run.recorder.events("note")}
+        (entry,) = [each for each in ortlab.list_runs() if each.name == run.name]
+        assert (entry.resumed, entry.continues) == (told, "")
+        assert f"{run.name}: {told}" in repr(ortlab.status())
+        assert told in repr(ortlab.list_runs())
+    taken = Checkpoint.load(early)
+    run = ortlab.finetune(network(), examples(22), resume_from=taken, max_steps=3)
+    run.result()
+    assert run.status().lines[0] == "resumed from a checkpoint at step 2"
+    assert not first.resumed
 
 
 def test_a_checkpoint_waits_for_the_step_in_flight(home: Path) -> None:

@@ -545,7 +545,7 @@ def test_an_evaluation_that_is_nan_is_told_of() -> None:
     trained = Trained(settings(max_steps=1), held_out=[(inputs * math.nan, targets)])
     warnings = trained.recorder.events("warning")
     assert [event.step for event in warnings] == [0, 1]
-    assert "the held-out loss is nan at step 1" in warnings[1].text
+    assert "the evaluation loss is nan at step 1" in warnings[1].text
 
 
 # --- kinds of data

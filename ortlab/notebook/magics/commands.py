@@ -73,6 +73,7 @@ COMMANDS = {
                 _SCHEDULER,
                 _COLLATE,
                 Option("--resume-from", "a checkpoint file, or a run, to resume from"),
+                Option("--name", "name of the run (default: the next run-N)"),
                 Option(
                     "--config",
                     "TOML file of settings, as run.save_config() writes it",
@@ -98,6 +99,8 @@ COMMANDS = {
             "tune",
             "Search the engine, precision and micro-batch size that train a model fastest here.",
             "The global batch does not change; micro-batch sizes are searched for a Dataset only. "
+            "It does not compare learning rates: train a run with each (%ort finetune model data "
+            "--lr 1e-3 --fresh --name a), then %ort compare a b. "
             "`tune = %ort tune model data` returns at once, `await tune` waits for the end; "
             "tune.settings are the best settings, tune.apply() applies them to the next run.",
             _COPIED,

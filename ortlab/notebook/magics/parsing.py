@@ -224,9 +224,9 @@ class Command:
             print(self.help_all if HELP_ALL in words else self.help)
             return None
         known, unknown = self._parser.parse_known_args(words)
-        if unknown:
-            self._refuse(unknown)
         values = vars(known)
+        if unknown:
+            self._refuse(unknown, values)
         settings = {}
         for option in self.options.values():
             text = values.pop(option.name) if option.declaration else None
@@ -239,9 +239,14 @@ class Command:
                     raise UsageError(str(error)) from None
         return ParsedCommand(values, settings)
 
-    def _refuse(self, unknown: list[str]) -> NoReturn:
+    def _refuse(self, unknown: list[str], values: Mapping[str, Any]) -> NoReturn:
         flag = next((word for word in unknown if word.startswith("-")), None)
         if flag is None:
+            for option in self.options.values():
+                first, declared = values.get(option.name), option.declaration
+                if first and declared and declared.several and all(map(_is_number, unknown)):
+                    told = f"{option.flag} takes a number, not {' '.join([first, *unknown])!r}"
+                    raise UsageError(f"{told}; {declared.several}")
             raise UsageError(
                 f"%ort {self.name} does not know what to do with {' '.join(unknown)!r}; "
                 f"%ort {self.name} --help shows what it takes"
@@ -281,6 +286,14 @@ def _option(declaration: Declaration) -> Option:
         choices=LOSSES if declaration.name == "loss" else choices,
         declaration=declaration,
     )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_default(declaration: Declaration) -> str:

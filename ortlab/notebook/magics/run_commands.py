@@ -58,6 +58,7 @@ class RunCommands:
             collate_fn=self._variables.optional("function", given.words["collate_fn"]),
             resume_from=given.words["resume_from"],
             config=given.words["config"],
+            name=given.words["name"],
             **settings,
         )
 
@@ -157,7 +158,7 @@ class RunCommands:
         prunes = {name: value for name, value in given.settings.items() if name not in declared}
         folder = given.words["tensorboard"]
         if prunes.pop("prune", False):
-            for name in ("sort", "reverse", "limit"):
+            for name in ("sort", "reverse", "limit", "wide"):
                 if name in filters:
                     raise UsageError(f"%ort runs: --{name} cannot be combined with --prune")
             if folder is not None:

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ortlab.metrics.evaluation import SHOWN, scores
 from ortlab.metrics.recorder import INDEX
 from ortlab.notebook.static_views import plain_text
+from ortlab.utils.tables import escaped
 
 if TYPE_CHECKING:
     from ortlab.history.comparison import RunComparison
     from ortlab.metrics.recorder import Recorder, Rows
 
-CHARTS = (
-    ("Loss", "step", "loss"),
-    ("Loss", "time (s)", "loss"),
-    ("Throughput (samples/s)", "step", "samples_per_s"),
-    ("Memory (MiB)", "step", "memory"),
+
+@dataclass(frozen=True)
+class Chart:
+    """Chart of several runs.
+
+    Attributes:
+        title: Title of the chart.
+        across: X axis: "step", or any other value for the time in seconds.
+        name: Y axis: a column, "memory", or a value of the evaluations.
+        evaluation: True for a value of the evaluations.
+    """
+
+    title: str
+    across: str
+    name: str
+    evaluation: bool = False
+
+
+LOSS = Chart("Training loss", "step", "loss")
+EVALUATION_LOSS = Chart("Evaluation loss", "step", "loss", evaluation=True)
+THROUGHPUT = Chart("Throughput (samples/s)", "step", "samples_per_s")
+_STEPS = (
+    *(THROUGHPUT, Chart("Memory (MiB)", "step", "memory")),
+    Chart("Training loss", "time (s)", "loss"),
 )
-"""Title, x axis and y axis of each chart."""
 _MEMORY = ("cuda_allocated_bytes", "rss_bytes")
 
 
@@ -30,33 +51,57 @@ def text(comparison: RunComparison) -> str:
         comparison: The comparison.
     """
     lines = []
-    width = max(len(run.name) for run in comparison.runs)
-    for title, across, name in CHARTS:
-        if across != "step":
-            continue
-        for run in comparison.runs:
-            _, values = curve(run.recorder, across, name)
+    shown = [chart for chart in charts(comparison) if chart.across == "step"]
+    titles = max((len(chart.title) for chart in shown), default=0)
+    width = max(map(len, comparison.labels))
+    for chart in shown:
+        for label, run in zip(comparison.labels, comparison.runs, strict=True):
+            _, values = curve(run.recorder, chart)
             if len(values):
                 ends = f"{plain_text.number(values[0])} → {plain_text.number(values[-1])}"
                 bars = f"{plain_text.bars(values):<{plain_text.WIDTH}}"
-                lines.append(f"{title:<22} {run.name:<{width}} {bars} {ends}")
+                lines.append(f"{chart.title:<{titles}} {label:<{width}} {bars} {ends}")
     return "\n".join([*lines, repr(comparison)])
 
 
-def curve(
-    recorder: Recorder, across: str, name: str
-) -> tuple[plain_text.Values, plain_text.Values]:
+def charts(comparison: RunComparison) -> list[Chart]:
+    """Return the charts of a comparison: those with values, and a metric that runs share.
+
+    Args:
+        comparison: The comparison.
+    """
+    recorders = [run.recorder for run in comparison.runs]
+    metrics: dict[str, int] = {}
+    for recorder in recorders:
+        names = dict.fromkeys(name for event in recorder.events("eval") for name in scores(event))
+        metrics |= {name: metrics.get(name, 0) + 1 for name in names}
+    shared = [name for name, runs in metrics.items() if runs > 1][:SHOWN]
+    scored = [
+        Chart(f"Evaluation {escaped(name)}", "step", name, evaluation=True) for name in shared
+    ]
+    return [
+        chart
+        for chart in (LOSS, EVALUATION_LOSS, *scored, *_STEPS)
+        if any(len(curve(recorder, chart)[0]) for recorder in recorders)
+    ]
+
+
+def curve(recorder: Recorder, chart: Chart) -> tuple[plain_text.Values, plain_text.Values]:
     """Return the x and y values of a run's curve where both are known.
 
     Args:
         recorder: Recorder of the run.
-        across: X axis: "step", or any other value for the time in seconds.
-        name: Y axis: name of a column, or "memory".
+        chart: The chart.
     """
-    rows = recorder.rows()
-    rows = plain_text.with_rates(rows, plain_text.smoothing(len(rows)))
-    values = _memory(rows) if name == "memory" else rows[:, INDEX[name]]
-    places = rows[:, INDEX["step" if across == "step" else "time_s"]]
+    if chart.evaluation:
+        events = recorder.events("eval")
+        values = np.array([event.values.get(chart.name, np.nan) for event in events], float)
+        places = np.array([event.step for event in events], float)
+    else:
+        rows = recorder.rows()
+        rows = plain_text.with_rates(rows, plain_text.smoothing(len(rows)))
+        values = _memory(rows) if chart.name == "memory" else rows[:, INDEX[chart.name]]
+        places = rows[:, INDEX["step" if chart.across == "step" else "time_s"]]
     known = np.isfinite(values) & np.isfinite(places)
     return places[known], values[known]
 

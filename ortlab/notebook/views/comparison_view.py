@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import base64
 import html
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ortlab.notebook.static_views import curves, drawing, plain_text
@@ -29,7 +30,9 @@ DASHES: tuple[Any, ...] = (
 )
 """One pattern per run, in order, for prints without colors."""
 WIDTH_IN, CHART_IN, LEGEND_IN = 10.0, 2.5, 0.32
-_ACROSS = 4  # names of runs per row of the legend
+_ACROSS = 4  # labels of runs per row of the legend
+_LINE = 105  # characters that fit on a row of the legend, besides its samples of lines
+_TITLE = 48  # characters that fit above a chart
 
 
 def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
@@ -38,27 +41,34 @@ def bundle(comparison: RunComparison) -> tuple[dict[str, str], dict[str, Any]]:
     Args:
         comparison: The comparison.
     """
-    address = "data:image/png;base64," + base64.b64encode(png(comparison)).decode()
-    alt = html.escape("Curves of " + ", ".join(run.name for run in comparison.runs))
-    picture = f'<img src="{address}" alt="{alt}" style="width: 960px; max-width: 100%">'
+    picture = ""
+    if shown := curves.charts(comparison):
+        address = "data:image/png;base64," + base64.b64encode(_png(comparison, shown)).decode()
+        alt = html.escape("Curves of " + ", ".join(comparison.labels))
+        picture = f'<img src="{address}" alt="{alt}" style="width: 960px; max-width: 100%">'
     page = f"<div>{picture}{comparison._repr_html_()}</div>"
     return {"text/html": page, "text/plain": curves.text(comparison)}, {}
 
 
 @draws
-def png(comparison: RunComparison) -> bytes:
-    """Draw loss by step and by time, throughput and memory as a PNG, with one color per run.
+def _png(comparison: RunComparison, shown: Sequence[curves.Chart]) -> bytes:
+    """Draw charts of a comparison as a PNG."""
+    return drawing.png(FigureCanvasAgg(figure(comparison, shown)))
+
+
+def figure(comparison: RunComparison, shown: Sequence[curves.Chart]) -> Figure:
+    """Draw charts of a comparison; a run has the same color and dashes in all of them.
 
     Args:
         comparison: The comparison.
+        shown: The charts, two in a row.
     """
-    names = [run.name for run in comparison.runs]
-    legend = LEGEND_IN * (1 + (len(names) - 1) // _ACROSS)
-    height = 2 * CHART_IN + legend
-    figure = Figure(figsize=(WIDTH_IN, height), dpi=DPI)
-    canvas = FigureCanvasAgg(figure)
+    across = max(1, min(_ACROSS, _LINE // (max(map(len, comparison.labels)) + 8)))
+    legend = LEGEND_IN * (1 + (len(comparison.labels) - 1) // across)
+    height = (1 + (len(shown) - 1) // 2) * CHART_IN + legend
+    made = Figure(figsize=(WIDTH_IN, height), dpi=DPI)
     handles: list[Any] = []
-    for index, (title, across, name) in enumerate(curves.CHARTS):
+    for index, chart in enumerate(shown):
         row, column = divmod(index, 2)
         left = column * WIDTH_IN / 2 + 0.7
         bottom = height - legend - (row + 1) * CHART_IN + 0.55
@@ -66,62 +76,50 @@ def png(comparison: RunComparison) -> bytes:
             *(left / WIDTH_IN, bottom / height),
             *((WIDTH_IN / 2 - 1.0) / WIDTH_IN, (CHART_IN - 0.9) / height),
         )
-        drawn = _draw(figure.add_axes(place), title, across, name, comparison)
-        handles = handles or drawn
-    if handles:
-        named = figure.legend(
-            handles=handles,
-            labels=names,
-            loc="upper left",
-            bbox_to_anchor=(0.05, 1.0),
-            ncols=_ACROSS,
-            fontsize=FONT,
-            labelcolor=TEXT,
-            frameon=False,
-            handlelength=4.0,  # a whole period of each pattern
-            borderaxespad=0.2,
-        )
-        for text in named.get_texts():
-            text.set_parse_math(False)  # names come from the user and may contain a $
-    return drawing.png(canvas)
+        handles = _draw(made.add_axes(place), chart, comparison)
+    named = made.legend(
+        handles=[Line2D([], [], color=h.get_color(), linestyle=h.get_linestyle()) for h in handles],
+        labels=list(comparison.labels),
+        loc="upper left",
+        bbox_to_anchor=(0.05, 1.0),
+        ncols=across,
+        fontsize=FONT,
+        labelcolor=TEXT,
+        frameon=False,
+        handlelength=4.0,  # a whole period of each pattern
+        borderaxespad=0.2,
+    )
+    for text in named.get_texts():
+        text.set_parse_math(False)  # names come from the user and may contain a $
+    return made
 
 
-def _draw(axes: Axes, title: str, across: str, name: str, comparison: RunComparison) -> list[Any]:
+def _draw(axes: Axes, chart: curves.Chart, comparison: RunComparison) -> list[Line2D]:
     axes.grid(color=GRID, linewidth=0.6)
     lines = []
     for color, dashes, run in zip(COLORS, DASHES, comparison.runs, strict=False):
-        places, values = curves.curve(run.recorder, across, name)
+        places, values = curves.curve(run.recorder, chart)
         lines += axes.plot(
             places,
             values,
             color=color,
             linestyle=dashes,
             linewidth=1.5,
-            marker="o" if len(values) <= 2 else None,  # a line of one point is invisible
+            # A line of one point is invisible.
+            marker="o" if chart.evaluation or len(values) <= 2 else None,
             markersize=3,
         )
-        if name == "loss" and across == "step":
-            points = [
-                (event.step, event.values["loss"])
-                for event in run.recorder.events("eval")
-                if np.isfinite(event.values.get("loss", np.nan))
-            ]
-            if points:
-                at, losses = zip(*points, strict=True)
-                axes.plot(at, losses, color=color, linewidth=0.8, marker="o", markersize=3.5)
     axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=across == "step"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.across == "step"))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_text.number(value)))
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
-    told = f"{title}, evaluation with dots" if name == "loss" and across == "step" else title
-    axes.set_title(told, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0)
-    below = f"{across} ({plain_text.RATED})" if name == "samples_per_s" else across
-    axes.set_xlabel(below, color=TEXT, fontsize=FONT)
-    if name != "loss" and axes.dataLim.y1 > 0:
+    title = chart.title if len(chart.title) <= _TITLE else f"{chart.title[: _TITLE - 1]}…"
+    axes.set_title(title, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0, parse_math=False)
+    told = f"{chart.across} ({plain_text.RATED})" if chart == curves.THROUGHPUT else chart.across
+    axes.set_xlabel(told, color=TEXT, fontsize=FONT)
+    if not chart.evaluation and chart.name != "loss" and axes.dataLim.y1 > 0:
         axes.set_ylim(0, 1.08 * axes.dataLim.y1)
-    if not any(np.size(line.get_xdata()) for line in lines):
-        axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
     return lines

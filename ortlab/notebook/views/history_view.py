@@ -14,7 +14,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import publish_display_data
 
-from ortlab.history.listing import FIELDS, History, living_entries
+from ortlab.history.listing import FIELDS, History, left_out, living_entries
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
 from ortlab.notebook.views.display import bundled, publish, republish, still
@@ -44,23 +44,31 @@ class HistoryView(anywidget.AnyWidget):
     order: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
     hint = traitlets.Unicode().tag(sync=True)
+    wide = traitlets.Bool().tag(sync=True)
 
     def __init__(self, history: History, *, still: str = "") -> None:
         self._history = history
         settings = history.settings
         at = [field.key for field in FIELDS].index(RUN_SORTS[settings.sort])
         names = {run.name for run in history.own}
+        hidden = left_out(settings.replace(wide=False))
         super().__init__(
             _esm=bundled("history.js"),
             _css=bundled("history.css"),
             heads=[
-                {"head": field.head, "number": field.number, "high": field.high_first}
+                {
+                    "head": field.head,
+                    "number": field.number,
+                    "high": field.high_first,
+                    "wide": field in hidden,
+                }
                 for field in FIELDS
             ],
             rows=[_row(entry, live=entry.name in names) for entry in history],
             order={"at": at, "high": FIELDS[at].high_first != settings.reverse},
             still=still,
             hint=history.hint,
+            wide=settings.wide,
         )
 
     def refresh(self) -> None:

@@ -84,7 +84,7 @@ class Variables(Protocol):
 _PLACES: Final = {
     "model": ("model", "model", "the model to train"),
     "train": ("training data", "loader", "the data to train on"),
-    "eval_dataset": ("evaluation data", "loader", "held-out data to evaluate the model on"),
+    "eval_dataset": ("evaluation data", "loader", "data to evaluate the model on"),
 }
 """Arguments that are variables of the notebook -> label, kind of variables, help."""
 _FIRST: Final = ("loss", LimitSettings.title, DataSettings.title, OptimSettings.title)

@@ -282,7 +282,7 @@ def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     assert type(ip["net"]) is ip["Net"]
     lines = ip("%ort runs --limit 1").splitlines()
     (line,) = (line for line in lines if line.startswith(ip["run"].name))
-    assert line.split()[:6] == [ip["run"].name, "finished", "Net", "eager", "fp32", "4"]
+    assert line.split()[:5] == [ip["run"].name, "finished", "Net", "eager", "4"]
     assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
 
 
@@ -395,7 +395,7 @@ def test_finetune_in_ort_from_a_wrapped_and_from_a_raw_model(ip: Typist) -> None
     ip("raw = Net(); data = batches()\nbefore = raw.head.weight.detach().clone()")
     for name in ("wrapped", "raw"):
         ip(f"run = %ort finetune {name} data --loss cross_entropy --lr 0.1\nresult = await run")
-        assert (ip["run"].engine_asked, ip["run"].engine_used) == ("ortmodule", "ortmodule")
+        assert (ip["run"].engine_asked, ip["run"].engine_used) == ("auto", "ortmodule")
         assert ip["result"].steps == 4
     assert type(ip["raw"]) is ip["Net"]
     assert not ip["torch"].equal(ip["before"], ip["raw"].head.weight)
@@ -847,7 +847,7 @@ def test_runs_are_compared_by_name_number_and_variable(ip: Typist, history: Path
     ip("import ortlab; p = ortlab.open_run(2)")
     told = ip("%ort compare 1 run-3 p")
     assert re.search(r"settings +learning_rate +0.5 +0.75 +0.25\n", told)
-    assert re.search(r"Loss +run-3 [▁-█]+ +1.5 → 0.75\n", told)
+    assert re.search(r"Training loss +run-3 · lr 0.75 [▁-█]+ +1.5 → 0.75\n", told)
     assert "no run is called 'run-4'" in ip.refused("%ort compare 1 4")
     assert "choose 2 to 8" in ip.refused("%ort compare 1")
 

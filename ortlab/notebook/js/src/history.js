@@ -1,6 +1,7 @@
 // Table of the history of runs, with sortable columns and a search field; active runs are at the top.
 // Kernel to page: `rows`, and in `live` the rows of active runs, each {name, live, cells, keys}. A key is the
-// sort key of its column, null if unknown. `hint` describes how to resume interrupted runs.
+// sort key of its column, null if unknown. `hint` describes how to resume interrupted runs. `wide` says whether
+// columns that are `wide` are shown at first.
 import { button, hidesStill, make, retire, setText, whenKernelEnds } from "./elements.js";
 import "./history.css";
 
@@ -8,6 +9,11 @@ const FIRST = 200; // rows of a long table that are shown at first
 
 function compare(a, b) {
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+}
+
+/** Returns the classes of a column's cells. */
+function kind({ number, wide }) {
+  return [number && "ortlab-history-number", wide && "ortlab-history-extra"].filter(Boolean).join(" ");
 }
 
 class View {
@@ -23,7 +29,9 @@ class View {
     this.heads = model.get("heads").map((head, at) => this.#head(head, at));
     const head = make("tr", "", {}, ...this.heads);
     this.body = make("tbody");
-    const table = make("table", "", {}, make("thead", "", {}, head), this.body);
+    this.table = make("table", "", {}, make("thead", "", {}, head), this.body);
+    this.wide = button("ortlab-history-columns", "", "Show or hide columns", () => this.#widen(!this.isWide));
+    this.#widen(model.get("wide"));
     this.more = button("ortlab-history-more", "", "Show all runs", () => {
       this.all = true;
       this.#draw();
@@ -31,9 +39,9 @@ class View {
     // JupyterLab's shortcuts must not intercept the keys of the field and the headings.
     this.root = make(
       "section", "ortlab-history", { "aria-label": "Runs", "data-lm-suppress-shortcuts": "true" },
-      hidesStill(model), make("div", "ortlab-history-head", {}, this.search, this.said),
+      hidesStill(model), make("div", "ortlab-history-head", {}, this.search, this.said, this.wide),
       ...(model.get("hint") ? [make("div", "ortlab-history-hint", {}, model.get("hint"))] : []),
-      make("div", "ortlab-history-table", { tabindex: "0" }, table, this.more),
+      make("div", "ortlab-history-table", { tabindex: "0" }, this.table, this.more),
     );
     el.append(this.root);
     this.draw = () => this.#draw();
@@ -42,9 +50,15 @@ class View {
     this.forget = whenKernelEnds(model, () => retire(this.root, "The kernel has ended: run this cell again for the runs of now."));
   }
 
-  #head({ head, number }, at) {
+  #widen(wide) {
+    this.isWide = wide;
+    this.table.classList.toggle("ortlab-history-all", wide);
+    setText(this.wide, wide ? "Fewer columns" : "All columns");
+  }
+
+  #head({ head, number, wide }, at) {
     const name = button("ortlab-history-name", head, `Sort by ${head}`, () => this.#sort(at));
-    return make("th", number ? "ortlab-history-number" : "", { scope: "col" }, name);
+    return make("th", kind({ number, wide }), { scope: "col" }, name);
   }
 
   #sort(at) {
@@ -90,9 +104,11 @@ class View {
   #row(row) {
     const heads = this.model.get("heads");
     const cells = row.cells.map((text, at) => {
-      const cell = make("td", heads[at].number ? "ortlab-history-number" : "", {}, text);
-      if (heads[at].head === "state") cell.dataset.state = text;
-      if (heads[at].head === "note") cell.className = "ortlab-history-note";
+      const { head } = heads[at];
+      const cell = make("td", kind(heads[at]), {}, text);
+      if (head === "state") cell.dataset.state = text;
+      if (head === "note") cell.className = "ortlab-history-note";
+      if (head === "run" || head === "model") cell.title = text; // long ones are cut off
       return cell;
     });
     return make("tr", row.live ? "ortlab-history-live" : "", {}, ...cells);
