@@ -14,6 +14,7 @@ from ortlab.engines.base import Report
 from ortlab.session import session
 from tests.support.needed_engines import needs
 from tests.support.typed_magics import Typist
+from tests.support.waiting import until
 
 COUNTED = """
 class Counted(nn.Module):
@@ -78,6 +79,7 @@ def test_runs_with_state_while_they_train(ip: Typist) -> None:
     for thread in threads:
         thread.join(60)
     assert not seen
+    until(lambda: ip["run"].step > 0)
     name = ip["run"].name
     (line,) = (each for each in ip("%ort").splitlines() if each.startswith(f"{name} "))
     _, state, step, asked, used, model, kind = line.split()
