@@ -325,7 +325,7 @@ def view(watched: Watched) -> RunView:
 
 
 def picture(watched: Watched) -> bytes:
-    """Draw the charts of a run as a PNG that is readable on light and dark pages.
+    """Draw the charts of a run as a PNG on white, which is legible on light and dark pages.
 
     Args:
         watched: The run.
