@@ -80,7 +80,7 @@ class Row {
     setText(this.step, unknown(stepMs, milliseconds));
     const part = stepMs && waitedMs != null ? Math.min(waitedMs / stepMs, 1) : null;
     this.waited.style.width = `${100 * (part ?? 0)}%`;
-    const percent = part == null ? "–" : `${Math.round(100 * part)} %`;
+    const percent = part == null ? "–" : `${Math.round(100 * part)}%`;
     setText(this.communication, percent);
     this.share.title = `${unknown(waitedMs, milliseconds)} of ${unknown(stepMs, milliseconds)} in collective operations, including the wait for other ranks`;
     this.share.setAttribute("aria-label", this.share.title);
