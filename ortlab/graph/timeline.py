@@ -212,7 +212,7 @@ def _peak(node: int, most: int, place: _Place) -> Iterator[str]:
     yield _text(
         x - 6 if near_end else x + 6,
         y - 8,
-        f"peak {memory(most)}",
+        f"step memory {memory(most)}",
         anchor="end" if near_end else "start",
     )
 

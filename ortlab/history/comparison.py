@@ -17,7 +17,7 @@ from ortlab.utils.tables import Column, Table
 MOST: Final = 8
 """Maximum number of runs whose curves can be distinguished."""
 _RESULTS: Final = (
-    *("state", "engine", "steps", "loss", "held out", "samples/s", "peak", "took"),
+    *("state", "engine", "steps", "loss", "held out", "samples/s", "peak memory", "took"),
     *("started", "note"),
 )
 _LONGEST: Final = 60

@@ -136,7 +136,7 @@ FIELDS: Final = (
     Field("loss", "loss", lambda entry: _figure(entry.loss), number=True),
     Field("held out", "held_out_loss", _held_out, number=True),
     Field("samples/s", "samples_per_s", lambda entry: _figure(entry.samples_per_s), number=True),
-    Field("peak", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True),
+    Field("peak memory", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True),
     Field("started", "created", _began),
     Field("took", "wall_s", _took, number=True),
     Field("on disk", "size_bytes", lambda entry: _bytes(entry.size_bytes), number=True),

@@ -466,20 +466,19 @@ class Panel:
         return " ".join(["%ort finetune", model, data or "DATA", *words])
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
-        """Return the current and predicted peak memory of a step, from the plan of ORT's graph."""
+        """Return the current and predicted step memory, from the plan of ORT's graph."""
         now, why = self._peak(held)
-        at_peak = "at the peak of a step"
         on_each, then_on_each = _each(held.parallel), _each(chosen.parallel)
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
-            return f"{memory(now)} {at_peak}{on_each}, predicted from the graph"
+            return f"{memory(now)}{on_each}, predicted from the graph"
         then, why = self._peak(chosen)
         if then is None:
-            return f"{memory(now)} {at_peak}{on_each} now; no prediction: {why}"
+            return f"{memory(now)}{on_each} now; no prediction: {why}"
         if then == now and on_each == then_on_each:
-            return f"{memory(now)} {at_peak}, unchanged"
-        return f"{memory(now)} → {memory(then)} {at_peak}{then_on_each}"
+            return f"{memory(now)}, unchanged"
+        return f"{memory(now)} → {memory(then)}{then_on_each}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
         try:
