@@ -130,7 +130,7 @@ class Panel:
         self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
-        self._opened = False  # predictions are not needed before
+        self.opened = False  # predictions are not needed before
         self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
         self._found: list[Control] = []
@@ -157,7 +157,7 @@ class Panel:
             self._result = ("", "")
             if any(name in self._failed for name, _ in before.items() ^ self._edits.items()):
                 self._failed = {}
-        self._opened = True
+        self.opened = True
         acts: dict[str, Callable[[], None]] = {
             "apply": self.apply,
             "undo": self.undo,
@@ -273,7 +273,7 @@ class Panel:
                     *(_json(self._of_variables(e), held) for e in self._controls(held, chosen)),
                 ]
             begun = self.run is not None and self.run.step > 0
-            if self._opened and (key, begun) != self._foreseen_of:
+            if self.opened and (key, begun) != self._foreseen_of:
                 self._foreseen_of = (key, begun)
                 self._foreseen = self._memory(held, chosen)
             found["standing"] = self._standing(held, chosen, wrong, over=over)

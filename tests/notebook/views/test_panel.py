@@ -21,6 +21,7 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.graph import planned_capture
 from ortlab.notebook.magics.variables import Variables
+from ortlab.notebook.views import charts
 from ortlab.notebook.views import panel as panels
 from ortlab.notebook.views.panel import Panel
 from ortlab.session import session
@@ -624,3 +625,22 @@ def test_a_saved_notebook_has_the_table(tmp_path: Path) -> None:
     _, output = book.cells[1].outputs
     assert "precision='tf32' is for CUDA devices" in output.data["text/plain"]
     assert output.data["text/html"].count("<tr>") > 8
+
+
+def test_charts_compare_the_settings_again_once_they_are_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Panel] = []
+    news = Panel.news
+    monkeypatch.setattr(Panel, "news", lambda panel: (looked.append(panel), news(panel))[1])
+    network, digits = nn.Linear(64, 10), ortlab.data.digits()[0]
+    run = ortlab.finetune(network, digits, engine="eager", loss="cross_entropy", max_steps=2)
+    run.result()
+    view = charts.RunView(run)
+    assert view.pump.join(HANGS_S)
+    first = len(looked)
+    view._set_traits()
+    assert len(looked) == first
+    view._receive(view, {"do": "open"}, [])
+    assert len(looked) == first + 1
+    view.close()
