@@ -118,7 +118,9 @@ class MemoryPlan:
         return found
 
     def peak_bytes(self, **sizes: int) -> int:
-        """Return the peak memory of the step, with parameters, optimizer state and the batch.
+        """Return the step memory: parameters, gradients, optimizer state, batch and activations.
+
+        It is the highest sum over the nodes of the step, without Python and libraries.
 
         Args:
             **sizes: Values by the names in `dims`.
@@ -129,7 +131,7 @@ class MemoryPlan:
         return int(self._curve(self._bytes(sizes)).max())
 
     def peak_bytes_of_rank(self, ranks: int, *, zero_stage: int = 0, **sizes: int) -> int:
-        """Return the peak memory of each rank in a distributed run.
+        """Return the step memory of each rank in a distributed run.
 
         From ZeRO stage 1 on, the optimizer state is sharded across ranks. The gradients that
         DeepSpeed releases during the backward pass at stage 2 are not subtracted.
@@ -163,7 +165,7 @@ class MemoryPlan:
         return int(sum(size for tensor, size in found if tensor.kind in _IDLE))
 
     def step_bytes(self, **sizes: int) -> int:
-        """Return the peak memory of a step minus `idle_bytes`.
+        """Return the step memory minus `idle_bytes`.
 
         Args:
             **sizes: Values by the names in `dims`.
@@ -189,7 +191,7 @@ class MemoryPlan:
         return idle + int((self.peak_bytes(**sizes) - idle) * GROWTH)
 
     def activation_bytes(self, **sizes: int) -> int:
-        """Return the peak memory without parameters, their gradients and the optimizer state.
+        """Return the step memory without parameters, their gradients and the optimizer state.
 
         The batch and the gradients of activations are included.
 
@@ -361,7 +363,7 @@ class MemoryPlan:
         return repr(self.table())
 
     def _repr_html_(self) -> str:
-        alt = f"Memory over the nodes of a step, peak {memory(self.peak_bytes())}"
+        alt = f"Memory over the nodes of a step, step memory {memory(self.peak_bytes())}"
         return f"{svg_bars.hoverable(self.picture(), alt)}{self.table()._repr_html_()}"
 
     def _notes(self, held: Sequence[Held], sizes: Mapping[str, int]) -> list[str]:
@@ -374,9 +376,10 @@ class MemoryPlan:
             for kind in KINDS
         }
         parts = ", ".join(f"{kind} {memory(size)}" for kind, size in kinds.items() if size)
+        whole = memory(sum(each.size_bytes for each in held))
         notes = [
-            f"peak {memory(sum(each.size_bytes for each in held))} for {at}, {where}",
-            f"at the peak: {parts}",
+            f"step memory {whole} for {at}, reached {where}",
+            f"of it: {parts}",
             f"the process grows by up to {memory(self.process_bytes(**sizes))}, because allocators "
             "keep freed memory; Python and libraries are not included",
             f"between steps {memory(self.idle_bytes(**sizes))} with {self.optimizer}",

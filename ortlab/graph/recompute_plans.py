@@ -46,7 +46,7 @@ class Saving:
         plan: Name of the plan.
         occurrences: Number of modules that the plan recomputes.
         after_forward_bytes: Activations that are not in memory when the backward pass begins.
-        peak_bytes: Reduction of the step's peak memory.
+        peak_bytes: Reduction of the step memory.
         cost_s: Additional seconds per step, or None if nothing was measured.
     """
 
@@ -369,7 +369,7 @@ class RecomputePlans:
             Column("recompute", lambda row: row.plan),
             Column("modules", lambda row: str(row.occurrences or ""), number=True),
             Column("saved after forward", lambda row: memory(row.after_forward_bytes), number=True),
-            Column("saved at the peak", lambda row: signed(row.peak_bytes), number=True),
+            Column("step memory saved", lambda row: signed(row.peak_bytes), number=True),
             Column("cost per step", self.told_cost, number=True),
         ]
         return Table(
@@ -397,7 +397,7 @@ class RecomputePlans:
         before = self._memory(())
         at = ", ".join(f"{name} {size}" for name, size in self.dims.items())
         yield (
-            f"without recompute, for {at}: {memory(before.peak_bytes())} at the peak, "
+            f"without recompute, for {at}: step memory {memory(before.peak_bytes())}, "
             f"{memory(_after_forward(before))} of activations after forward"
         )
         yield f"active: {self.chosen}; {self._graph.told}"

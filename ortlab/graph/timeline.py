@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ortlab.utils.process_memory import memory
-from ortlab.utils.svg_bars import FONT, TEXT
+from ortlab.utils.svg_bars import FONT, PAPER, TEXT
 
 WIDTH, HEIGHT = 900, 340
 LEFT, RIGHT, TOP, BOTTOM = 64, 8, 40, 24
@@ -77,8 +77,8 @@ def svg(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'style="max-width: 100%" width="{WIDTH}" role="img" font-family="sans-serif" '
-        f'font-size="{FONT}"><title>Memory over the nodes of a step, peak {memory(most)}'
-        f"</title>{''.join(parts)}</svg>"
+        f'font-size="{FONT}"><title>Memory over the nodes of a step, step memory {memory(most)}'
+        f"</title>{PAPER}{''.join(parts)}</svg>"
     )
 
 
@@ -212,7 +212,7 @@ def _peak(node: int, most: int, place: _Place) -> Iterator[str]:
     yield _text(
         x - 6 if near_end else x + 6,
         y - 8,
-        f"peak {memory(most)}",
+        f"step memory {memory(most)}",
         anchor="end" if near_end else "start",
     )
 

@@ -19,7 +19,7 @@ from ortlab.utils.tables import Column, Table, escaped
 MOST: Final = 8
 """Maximum number of runs whose curves can be distinguished."""
 _RESULTS: Final = (
-    *("state", "engine", "steps", "loss", "samples/s", "peak", "took"),
+    *("state", "engine", "steps", "loss", "samples/s", "peak memory", "took"),
     *("started", "note"),
 )
 _LONGEST: Final = 60

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ortlab.history.notes import legible, read_notes
 from ortlab.history.run_folder import RunFolder, in_checkpoints, read_last
-from ortlab.metrics.recorder import INDEX, NAN
+from ortlab.metrics.recorder import INDEX, NAN, peak_bytes
 from ortlab.settings import stored
 from ortlab.utils import files
 from ortlab.utils.tables import escaped
@@ -52,7 +52,7 @@ class RunEntry:
         held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.
         samples_per_s: Samples per second.
         tokens_per_s: Tokens per second.
-        peak_bytes: Peak memory.
+        peak_bytes: Peak memory, as `ortlab.training.run.RunResult.peak_bytes`.
         created: Time of the start, in UTC and ISO 8601.
         wall_s: Duration.
         size_bytes: Size of all files in the folder.
@@ -238,13 +238,12 @@ def _last_steps(path: Path) -> dict[str, Any]:
     """Return a substitute for the result of a run that has none, from its last steps."""
     try:
         rows = read_last(path / "metrics.jsonl")
+        ranks = [read_last(each) for each in path.glob("rank-*.jsonl")]
     except OSError:
         return {}
     if not len(rows):
         return {}
     last = {name: float(rows[-1, place]) for name, place in INDEX.items()}
-    peaks = rows[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
-    on_cuda, resident = ([*column[~(column != column)], NAN] for column in peaks.T)
     step_s = float(rows[:, INDEX["step_ms"]].sum()) / 1e3
     return {
         "steps": last["step"],
@@ -252,7 +251,7 @@ def _last_steps(path: Path) -> dict[str, Any]:
         "final_loss": last["loss"],
         "samples_per_s": float(rows[:, INDEX["samples"]].sum()) / step_s if step_s else NAN,
         "tokens_per_s": float(rows[:, INDEX["tokens"]].sum()) / step_s if step_s else NAN,
-        "peak_bytes": max(on_cuda[:-1] or resident[:-1] or [NAN]),
+        "peak_bytes": peak_bytes(ranks or [rows]),
     }
 
 

@@ -91,6 +91,10 @@ def _speed(entry: RunEntry) -> str:
     return figure(entry.samples_per_s)
 
 
+def _peak(entry: RunEntry) -> str:
+    return _bytes(entry.peak_bytes)
+
+
 def _began(entry: RunEntry) -> str:
     """Return the time of the start in the reader's local time, in an earlier year the date."""
     try:
@@ -149,7 +153,7 @@ FIELDS: Final = (
     Field("loss", "loss", lambda entry: figure(entry.loss), number=True),
     Field("evaluation (best)", "held_out_loss", _evaluated, number=True),
     Field("samples/s", "samples_per_s", _speed, number=True, wide=True),
-    Field("peak", "peak_bytes", lambda entry: _bytes(entry.peak_bytes), number=True, wide=True),
+    Field("peak memory", "peak_bytes", _peak, number=True, wide=True),
     Field("started", "created", _began),
     Field("took", "wall_s", _took, number=True, wide=True),
     Field("on disk", "size_bytes", lambda entry: _bytes(entry.size_bytes), number=True, wide=True),

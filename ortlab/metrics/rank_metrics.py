@@ -35,7 +35,7 @@ PARTS: Final = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer_state": "optimizer state",
-    "rest": "rest of the peak",
+    "rest": "rest of the step",
 }
 """Parts of a rank's memory and their labels."""
 
@@ -92,7 +92,7 @@ class Rank:
 
     @property
     def peak(self) -> float:
-        """Peak memory of training in bytes; without `rest` if that is unknown."""
+        """Step memory in bytes; without `rest` if that is unknown."""
         return self.held if math.isnan(self.rest) else self.held + self.rest
 
     @property

@@ -307,6 +307,25 @@ def rated_ms(rows: Rows) -> Rows:
     return np.where(known, rows[:, _TIME], 0.0)
 
 
+def peak_bytes(recorded: Sequence[Rows]) -> float:
+    """Return the peak memory of a run, as its result and the history have it.
+
+    It is the peak of torch's allocator on CUDA, or without CUDA the peak resident size.
+
+    Args:
+        recorded: Samples of the run; of each rank if several train, of which the largest counts.
+
+    Returns:
+        The peak in bytes, NaN if it is unknown.
+    """
+    rows = np.concatenate(recorded)
+    for name in ("cuda_peak_bytes", "peak_bytes"):
+        values = rows[:, INDEX[name]]
+        if np.isfinite(values).any():
+            return float(np.nanmax(values))
+    return NAN
+
+
 class _Series:
     """Series of a whole run in at most `capacity` rows of `stride` steps, doubled when full."""
 
@@ -521,6 +540,10 @@ class Recorder:
         if number == len(self.ranks):
             self.ranks.append(Recorder(self._capacity, self._of_rank(number)))
         return self.ranks[number]
+
+    def peak_bytes(self) -> float:
+        """Return the peak memory so far. See `peak_bytes`."""
+        return peak_bytes([each.rows() for each in self.ranks or [self]])
 
     @property
     def trouble(self) -> str | None:

@@ -53,5 +53,5 @@ def picture(rows: Sequence[tuple[str, Spread | None, str]], unit: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {svg_bars.WIDTH} {height}" '
         f'width="{svg_bars.WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="{svg_bars.FONT}">{"".join(parts)}</svg>'
+        f'font-size="{svg_bars.FONT}">{svg_bars.PAPER}{"".join(parts)}</svg>'
     )

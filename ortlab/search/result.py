@@ -190,7 +190,7 @@ class Cell(TrialResult):
         first_step_s: Seconds from the plain module to the end of its first step.
         step_ms: For each round, the mean time of a turn's steps.
         steps: Number of steps so far.
-        peak_bytes: Memory that a step takes.
+        peak_bytes: Step memory, as `ortlab.graph.memory.MemoryPlan.peak_bytes`.
         peak_from: Source of `peak_bytes`, "graph" or "measured".
         max_batch: Largest number of samples in a micro-batch that fits into memory.
         loss: Loss of the weights after `steps` steps, in eager torch without dropout.
@@ -353,7 +353,7 @@ class RaceResult(Result[Cell]):
             Column("first step", self._first, number=True),
             Column("samples/s", lambda c: rates.with_quartiles(self.samples_per_s(c)), number=True),
             Column("speed", self._speed, number=True),
-            Column("peak memory", _peak, number=True),
+            Column("step memory", _peak, number=True),
             Column("largest batch", _largest, number=True),
             Column("loss", self._loss, number=True),
             Column("pays off after", self._paid, number=True),
@@ -415,15 +415,15 @@ class RaceResult(Result[Cell]):
             "caches on disk (compiled code, exported graphs; --cache off disables them)."
         )
         yield (
-            "Peak memory: weights, gradients, optimizer and one step, without Python and "
+            "Step memory: weights, gradients, optimizer and one step, without Python and "
             "libraries. Measured: counted state plus growth of the process during a step. "
             "Graph: from ORT's memory plan, without memory reserved by its arena."
             + (" On workers: the largest of all workers." if self._on_workers else "")
         )
         yield (
             f"Largest batch: samples in a micro-batch, predicted for {memory(self.budget_bytes)}"
-            " from the graph or from a line through the peaks of two batches (of one batch and "
-            "the state, if another would need compilation). Unknown: the peaks are too close."
+            " from the graph or from a line through the step memory of two batches (of one batch "
+            "and the state, if another would need compilation). Unknown: the two are too close."
         )
         masks = "; dropout masks differ between engines and contribute to the difference"
         yield (
@@ -489,7 +489,7 @@ class Row(TrialResult):
         state: "waits", "measured", "slower", "left out" or "failed".
         reason: Reason of the state.
         rates: Rate in each round, corrected for rounds that were slower or faster for all.
-        peak_bytes: Memory that a step takes, NaN if unknown.
+        peak_bytes: Step memory, NaN if unknown.
     """
 
     state: str
@@ -545,7 +545,7 @@ class TuneResult(Result[Row]):
             Column("candidate", lambda row: row.label),
             Column(f"{self.target}/s", lambda row: rates.with_quartiles(row.spread), number=True),
             Column("rounds", lambda row: str(len(row.rates) or ""), number=True),
-            Column("peak memory", _needs, number=True),
+            Column("step memory", _needs, number=True),
             Column("", lambda row: row.state),
             Column("why", lambda row: row.reason),
         ]

@@ -7,14 +7,12 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.evaluation import Evaluation, Goal, evaluations_of, goal
-from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, State
+from ortlab.metrics.recorder import NAN, Event, Recorder, State
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.resume import Earlier
@@ -235,11 +233,8 @@ class RunRecord:
 
     def _peak_bytes(self) -> float:
         """Return the peak of this process, or of the rank that used most."""
-        of_ranks = [recorder.rows() for recorder in self.recorder.ranks]
-        if of_ranks:
-            both = np.concatenate(of_ranks)[:, [INDEX["cuda_peak_bytes"], INDEX["peak_bytes"]]]
-            on_cuda, resident = np.nan_to_num(both, nan=-1.0).max(axis=0)
-            return float(resident if on_cuda < 0 else on_cuda)
+        if self.recorder.ranks:
+            return self.recorder.peak_bytes()
         return self.meter.highest_peak_bytes() if self.meter else NAN
 
     def _write_about(self, result: RunResult | None) -> None:

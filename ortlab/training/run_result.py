@@ -8,6 +8,7 @@ from typing import Any
 
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.recorder import NAN, State
+from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import rounded
 
 
@@ -19,9 +20,10 @@ class RunResult:
     ``keep_best`` (by the loss if that is not set), not counting the one before training; None
     without evaluation data. Rates count only the time of the steps, without the first one and those
     after changes of settings, which export and warm up; ``wall_s`` is the whole time, pauses
-    included. ``peak_bytes`` is the peak resident size, or on CUDA the peak of torch's allocated
-    bytes; with several workers, that of the worker that used most. ``skipped_steps`` is the number
-    of ``steps`` whose gradients overflowed in fp16, ``loss_scale`` is the last loss scale.
+    included. ``peak_bytes`` is the peak memory of the process: its resident size with Python and
+    libraries, or on CUDA the bytes that torch allocated; with several workers, that of the worker
+    that used most. ``skipped_steps`` is the number of ``steps`` whose gradients overflowed in fp16,
+    ``loss_scale`` is the last loss scale.
     """
 
     state: State
@@ -48,7 +50,7 @@ class RunResult:
         if not math.isnan(self.samples_per_s):
             parts.append(f"{rounded(self.samples_per_s)} samples/s")
         if not math.isnan(self.peak_bytes):
-            parts.append(f"peak {self.peak_bytes / 1024**2:.0f} MiB")
+            parts.append(f"peak memory {memory(self.peak_bytes)}")
         if self.skipped_steps:
             parts.append(told_skipped(self.skipped_steps, self.loss_scale))
         return "; ".join(parts)

@@ -180,7 +180,7 @@ def foreseen(
     *,
     batch: int | None = None,
 ) -> tuple[int | None, str]:
-    """Return the predicted peak memory of a step.
+    """Return the predicted step memory.
 
     Args:
         plan: Memory plan of a graph.

@@ -32,8 +32,7 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 import ortlab
-from ortlab.training import trainer as loop
-from ortlab.engines.base import engine
+from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
 
 PAIRS, STEPS, BATCH, LENGTH = {pairs}, {steps}, 8, 64

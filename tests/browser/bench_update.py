@@ -86,8 +86,8 @@ def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str
     subscriber.connect(f"tcp://127.0.0.1:{manager.get_connection_info()['iopub_port']}")
     subscriber.subscribe(b"")
     try:
-        _run(client, SETUP.format(step=step, updates=updates, per_update=per_update, cuda=cuda))
-        printed = _run(client, LOOP.format(updates=updates))
+        run_code(client, SETUP.format(step=step, updates=updates, per_update=per_update, cuda=cuda))
+        printed = run_code(client, LOOP.format(updates=updates))
         own, whole_s = json.loads(printed.split("RESULT ", 1)[1])
         sizes = _update_sizes(subscriber)
     finally:
@@ -104,7 +104,7 @@ def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str
     }
 
 
-def _run(client: Any, code: str) -> str:
+def run_code(client: Any, code: str) -> str:
     printed: list[str] = []
 
     def output(message: dict[str, Any]) -> None:

@@ -163,6 +163,38 @@ def test_the_crosshair_tells_the_step_and_every_value(run: Locator) -> None:
     expect(run.locator(".ortlab-chart .ortlab-value")).to_have_text(latest)
 
 
+def test_a_value_of_another_step_than_the_crosshairs_names_it(
+    run: Locator, tmp_path: Path, screenshot: Takes
+) -> None:
+    heads, rows = table(run, "loss", tmp_path)
+    trained, evaluated = heads.index("training loss"), heads.index("evaluation")
+    losses = {int(row[0]): row for row in rows}
+    evaluations = [int(row[0]) for row in rows if row[evaluated]]
+    assert evaluations == [1, 51, 101, 151, 201, 251, 300]
+    values = chart(run, "loss").locator(".ortlab-value")
+    expect(values.nth(1)).to_have_text("0.1 (step 300)")  # the latest
+    for share in (0.1, 0.27, 0.6):
+        point(run, "memory", share)
+        step = int(chart(run, "loss").locator(".ortlab-chart-step").inner_text().split()[1])
+        at = min(evaluations, key=lambda each: abs(each - step))
+        assert at != step
+        assert float(values.nth(0).inner_text()) == pytest.approx(
+            float(losses[step][trained]), rel=1e-3
+        )
+        told = re.fullmatch(r"(\S+) \(step (\d+)\)", values.nth(1).inner_text())
+        assert told is not None
+        assert int(told[2]) == at
+        assert float(told[1]) == pytest.approx(float(losses[at][evaluated]), rel=1e-3)
+        scores = chart(run, "evaluation")
+        assert scores.locator(".ortlab-chart-step").inner_text() == f"step {at}"
+        assert "(" not in scores.locator(".ortlab-value").first.inner_text()
+        assert scores.locator(".ortlab-value").nth(1).inner_text() == "0.5 (step 300)"
+    screenshot("crosshair-light")
+    run.get_by_role("combobox", name="X axis").select_option("time")
+    point(run, "memory", 0.1)
+    assert re.search(r" \(step \d+\)$", values.nth(1).inner_text())
+
+
 def test_smoothing_is_the_moving_average_of_the_raw_line(
     run: Locator, tmp_path: Path, screenshot: Takes
 ) -> None:

@@ -269,6 +269,7 @@ def test_charts_of_a_finished_run_come_back(notebook: Opens, page: Page) -> None
     for name in ("Pause", "Resume", "Stop"):
         expect(run.get_by_role("button", name=name)).to_have_count(0)
     assert run.locator(".ortlab-chart").first.get_attribute("data-points") == "60"
+    expect(run.locator(".ortlab-numbers")).to_contain_text("step 60 of 60 (100%) · took")
 
 
 def test_a_failure_is_shown_as_it_is(notebook: Opens, page: Page, screenshot: Takes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.lab import NEEDS_ORT, Notebook, Notebook7, Takes, write_notebook
-from tests.browser.test_chart_tools_in_lab import drag, plot
+from tests.browser.test_chart_tools_in_lab import VERMILLION, chart, drag, pixels, plot, point
 from tests.support.lab_views import BERT, FINETUNE, MODEL, graph, opened, pane
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
@@ -81,3 +82,45 @@ def test_a_panel_starts_a_run_or_stays(book: Notebook, page: Page, screenshot: T
     expect(run.locator(".ortlab-state")).to_have_text("running")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
+
+
+def test_a_panels_run_has_the_charts_tools(book: Notebook, page: Page, screenshot: Takes) -> None:
+    book.run_cell(0)
+    book.run_next("%ort panel model train")
+    panel = page.locator(".ortlab-panel-view")
+    panel.get_by_text("More settings").click()
+    panel.get_by_label("search settings").fill("eval steps")
+    every = panel.get_by_label("eval steps", exact=True)
+    every.fill("20")
+    panel.get_by_label("search settings").fill("")
+    panel.get_by_label("num train epochs", exact=True).fill("100000")
+    panel.get_by_label("evaluation data", exact=True).select_option("valid")
+    panel.get_by_label("engine", exact=True).select_option("eager")
+    panel.get_by_label("loss", exact=True).select_option("cross_entropy")
+    panel.get_by_role("button", name="Start").click()
+    run = page.locator(".ortlab-run")
+    expect(run.locator(".ortlab-head")).to_be_in_viewport(ratio=1)
+    grown = "n => Number(document.querySelector('.ortlab-chart')?.dataset.points) > n"
+    page.wait_for_function(grown, arg=50)
+    run.get_by_role("button", name="Pause").click()
+    expect(run.locator(".ortlab-state")).to_have_text("paused")
+    for sign in ("▲ evaluation", "❚❚ pause"):
+        expect(run.locator(".ortlab-tools-key")).to_contain_text(sign)
+    values = chart(run, "loss").locator(".ortlab-value")
+    point(run, "memory", 0.5)
+    expect(values.nth(1)).to_have_text(re.compile(r"\(step [\d,]+\)$"))
+    evaluation = chart(run, "loss").get_by_role("button", name="Show or hide evaluation")
+    assert pixels(run, "loss", VERMILLION) > 50
+    evaluation.click()
+    expect(evaluation).to_have_attribute("aria-pressed", "false")
+    assert pixels(run, "loss", VERMILLION) == 0
+    run.get_by_role("checkbox", name="Log").check()
+    expect(chart(run, "loss").locator(".ortlab-chart-note")).to_have_text("log")
+    run.get_by_role("combobox", name="X axis").select_option("samples")
+    assert "samples" in point(run, "lr", 0.5)
+    screenshot("notebook-7-tools-light")
+    book.theme("JupyterLab Dark")
+    screenshot("notebook-7-tools-dark")
+    run.get_by_role("button", name="Stop").click()
+    expect(page.locator(".jp-OutputArea img")).to_be_visible()
+    screenshot("notebook-7-picture-dark")

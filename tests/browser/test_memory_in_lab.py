@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens
+from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens, Takes
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
 
@@ -46,14 +46,15 @@ def test_hover_names_a_tensor(book: Notebook, page: Page) -> None:
     assert picture.evaluate("() => window.origin") == "null"
 
 
-def test_a_dark_page_is_behind_it(book: Notebook, page: Page) -> None:
+def test_it_is_on_white_on_a_dark_page(book: Notebook, page: Page, screenshot: Takes) -> None:
     book.theme("JupyterLab Dark")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
     picture = page.locator("object")
     picture.scroll_into_view_if_needed()
-    corner = Image.open(io.BytesIO(picture.screenshot())).convert("L").getpixel((1, 1))
-    assert isinstance(corner, int)
-    assert corner < 64
+    seen = Image.open(io.BytesIO(picture.screenshot())).convert("L")
+    assert seen.getpixel((1, 1)) == 255
+    assert seen.getextrema()[0] <= 0x42, "dark letters"
+    screenshot("memory-dark")
 
 
 def test_an_untrusted_notebook_shows_an_image(book: Notebook, page: Page, lab: Lab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -73,6 +74,10 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(rows).to_have_count(2)
     expect(section.get_by_role("row")).to_have_count(3)
     expect(section.get_by_role("columnheader")).to_have_count(6)
+    expect(section.get_by_role("columnheader").last).to_have_text("step memory")
+    expect(rows.nth(0).locator(".ortlab-rank-share .ortlab-value")).to_have_text(
+        re.compile(r"^\d+%$")
+    )
     expect(rows.nth(1).get_by_text("▲ slowest")).to_be_visible()
     expect(rows.nth(0).get_by_text("▲ slowest")).to_be_hidden()
     page.wait_for_function(

@@ -30,9 +30,11 @@ from ortlab.engines import compatibility
 from ortlab.engines.base import StepperLost
 from ortlab.history.run_folder import RunFolder, in_checkpoints
 from ortlab.metrics.recorder import INDEX
+from ortlab.notebook.static_views import picture
 from ortlab.session import session
 from ortlab.training.run import Run
 from ortlab.utils.errors import out_of_memory
+from ortlab.utils.process_memory import memory
 from tests.support.killing import fill, small_disk
 from tests.support.needed_engines import needs
 from tests.support.typed_magics import Typist
@@ -154,6 +156,9 @@ def test_every_rank_tells_of_itself() -> None:
     assert "optimizer state" in repr(run.ranks)
     peaks = max(float(column(each, "peak_bytes").max()) for each in ranks)
     assert run.result().peak_bytes == peaks
+    told = f"peak memory {memory(peaks)}"  # not the sum over the ranks, as in the chart
+    assert told in str(run.result())
+    assert told in picture.summary(run, run.recorder.rows())
     last = run.recorder.last
     assert last is not None
     assert last.rss_bytes > max(each.last.rss_bytes for each in ranks if each.last)

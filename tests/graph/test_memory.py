@@ -272,7 +272,7 @@ def test_the_picture_has_every_tensor_by_name() -> None:
     for name in (evil, "b", "c", "norm"):
         assert any(title.startswith(f"{name}\n") for title in titles), titles
     assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
-    assert f"peak {memory(plan.peak_bytes())}" in titles[0]
+    assert f"step memory {memory(plan.peak_bytes())}" in titles[0]
     page = plan._repr_html_()
     assert "<svg" not in page, "a page that shows no svg would show its titles as text"
     pictures = {base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]+)", page)}

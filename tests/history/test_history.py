@@ -383,6 +383,20 @@ def test_a_run_is_interrupted_when_its_process_dies(root: Path) -> None:
     assert "interrupted" in charts.text(SavedRun(entry.folder))
 
 
+def test_an_interrupted_run_on_workers_has_the_peak_memory_of_the_one_that_used_most(
+    root: Path,
+) -> None:
+    path = kept(root, state="running", count=5)
+    for rank, peak_bytes in enumerate((2**28, 2**29)):
+        rows = steps(5)
+        rows[:, INDEX["peak_bytes"]] = peak_bytes
+        sink = RunFolder(path).metrics(rank)
+        sink.write(rows, [])
+        sink.close()
+    (entry,) = sqlite_index.entries()
+    assert entry.peak_bytes == 2**29
+
+
 def test_asking_whether_a_run_is_held_changes_nothing(root: Path) -> None:
     folder = RunFolder(kept(root, state="running"))
     before = stamp(folder.path)
@@ -629,7 +643,7 @@ def test_a_listing_has_the_columns_that_fit_and_all_on_request(root: Path) -> No
     extra = ("precision", "samples/s", "peak", "took", "on disk")
     assert not [head for head in extra if head in plain.splitlines()[0]]
     assert [head for head in extra if head in wide.splitlines()[0]] == list(extra)
-    assert "wide=True (--wide) adds precision, samples/s, peak, took, on disk" in plain
+    assert "wide=True (--wide) adds precision, samples/s, peak memory, took, on disk" in plain
     assert "--wide" not in wide
     by_memory = repr(ortlab.list_runs(sort="memory"))
     assert "peak" in by_memory.splitlines()[0]

@@ -99,6 +99,7 @@ def test_every_set_up_has_its_row() -> None:
     weights = sum(p.numel() * p.element_size() for p in bert().parameters())
     assert eager.peak_bytes >= 4 * weights  # weights, gradients, two moments
     assert (eager.peak_from, ort.peak_from) == ("measured", "graph")
+    assert "step memory" in repr(result.table()).splitlines()[0]
     assert ort.max_batch is not None
     assert low.max_batch is not None
     assert 1000 < ort.max_batch < low.max_batch

@@ -27,7 +27,8 @@ COLORS: Final = (
 """Colors of lines, as in js/src/runview.css.
 
 The first three are of Okabe and Ito; all are told apart with every kind of color blindness, and
-have a contrast of at least 3.3:1 on white and on JupyterLab's dark #111111.
+have a contrast of at least 3.3:1 on white and on JupyterLab's dark #111111. The pictures are on
+white, as their letters would be pale on a background that suits both.
 """
 
 P = ParamSpec("P")
@@ -69,7 +70,8 @@ def png(canvas: FigureCanvasAgg) -> bytes:
         canvas: Canvas of the figure.
     """
     out = io.BytesIO()
-    canvas.figure.savefig(out, format="png", transparent=True)
+    # Transparent axes, whatever colors the user has chosen for own figures.
+    canvas.figure.savefig(out, format="png", transparent=True, facecolor="white")
     renderer: Any = canvas.get_renderer()  # type: ignore[no-untyped-call]
     vars(renderer).clear()
     return out.getvalue()

@@ -14,12 +14,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics import rank_metrics
 from ortlab.metrics.evaluation import SHOWN, scores
 from ortlab.metrics.recorder import INDEX
 from ortlab.metrics.setting_changes import Change, changes
 from ortlab.notebook.static_views import drawing, plain_text, rank_picture
 from ortlab.notebook.static_views.drawing import COLORS, draws
+from ortlab.utils.process_memory import memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +34,7 @@ CHART_IN = 2.4  # a row of charts with titles and labels
 BELOW_IN = 0.55  # the bar with the step time
 LINE_IN = 0.24  # a line of the heading
 DPI = 192
-TEXT = "#7a7a7a"  # 4.3:1 on white, 4.4:1 on JupyterLab's dark #111111
+TEXT = "#424242"  # 10:1 on the pictures' white
 GRID = "#80808040"
 FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
@@ -95,23 +97,31 @@ def png(watched: Watched) -> bytes:
     return drawing.png(canvas)
 
 
-def summary(recorder: Recorder, rows: Rows) -> str:
+def summary(watched: Watched, rows: Rows) -> str:
     """Return the final loss, throughput and peak memory in one line.
 
     Args:
-        recorder: Recorder of the run.
+        watched: The run.
         rows: Its rows, with rates.
     """
     parts = []
     if len(losses := plain_text.known(rows, "loss")):
         parts.append(f"loss {plain_text.number(losses[-1])}")
     for column in plain_text.known_columns("throughput", rows):
-        rate = recorder.rate(column.name.removesuffix("_per_s"))
+        rate = watched.recorder.rate(column.name.removesuffix("_per_s"))
         parts.append(f"{plain_text.number(rate, digits=3)} {column.unit}")
-    for name, label in (("cuda_peak_bytes", "CUDA peak"), ("peak_bytes", "peak memory")):
-        if len(values := plain_text.known(rows, name)):
-            parts.append(f"{label} {plain_text.memory(float(values.max()))}")
+    if np.isfinite(peak_bytes := _peak_bytes(watched)):
+        parts.append(f"peak memory {memory(peak_bytes)}")
     return " · ".join(parts)
+
+
+def _peak_bytes(watched: Watched) -> float:
+    """Return the peak memory as the run's result has it, or of a loop without one."""
+    if isinstance(watched, SavedRun):
+        return watched.entry.peak_bytes
+    if (so_far := getattr(watched, "so_far", None)) is not None:
+        return float(so_far().peak_bytes)
+    return watched.recorder.peak_bytes()
 
 
 def _heading(
@@ -122,7 +132,7 @@ def _heading(
     lines = [
         (plain_text.headline(watched.title, plain), TEXT, "bold"),
         (badges, COLORS[1], "bold"),
-        (summary(watched.recorder, rows), TEXT, "normal"),
+        (summary(watched, rows), TEXT, "normal"),
         *((part, TEXT, "normal") for line in status.lines for part in _wrapped(line)),
         *((line, TEXT, "normal") for line in _told(changed)),
         *((line, COLORS[5], "normal") for line in _error(status.error or "")),

@@ -118,7 +118,7 @@ def _draw_heads(page: _Page, top: float) -> None:
         page.write(x + 0.16, top, label)
         x += 0.35 + 0.075 * len(label)
     heads = (LOSS, "loss"), (RATE, "samples/s"), (STEP, "step"), (SHARE, "communication")
-    for x, label in (*heads, (MEMORY, "memory")):
+    for x, label in (*heads, (MEMORY, "step memory")):
         page.write(x, top - 0.24, label)
 
 

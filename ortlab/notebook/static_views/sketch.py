@@ -1,8 +1,7 @@
 """Small picture of a stage's outermost modules, for saved notebooks and printed pages.
 
 Forward runs down on the left and the gradient up on the right, with a module in the same row of
-both. Edges to the next row are arrows, edges that skip rows are arcs. The colors are readable on
-light and dark pages.
+both. Edges to the next row are arrows, edges that skip rows are arcs.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import Final
 
 from ortlab.graph.capture import Stage
 from ortlab.graph.module_tree import Module, Outline
+from ortlab.utils.svg_bars import PAPER, TEXT
 
 ROWS: Final = 24
 """Maximum number of rows of a picture, as far as folding allows."""
 _ENOUGH = 6  # from this many rows on, only modules with more than half of all nodes are unfolded
 _BOX, _HIGH, _STEP, _SIDE, _TOP = 210, 22, 34, 70, 26  # pixels
-_TEXT, _LINE = "#7a7a7a", "#8a8a8a"
+_LINE = "#8a8a8a"
 _FILL: Final[Mapping[str, str]] = {"forward": "#2f7fd0", "backward": "#d9772b"}
 _TITLES: Final[Mapping[str, str]] = {"forward": "forward", "backward": "gradient"}
 _LABEL = 32  # characters that fit into a box
@@ -159,7 +159,7 @@ def svg(picture: Sketch) -> str:
         f'height="{height}" font-family="system-ui, sans-serif" font-size="11">'
         '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" '
         f'markerHeight="6" orient="auto"><path d="M0 1 10 5 0 9z" fill="{_LINE}"/></marker></defs>'
-        f"{''.join(parts)}</svg>"
+        f"{PAPER}{''.join(parts)}</svg>"
     )
 
 
@@ -192,6 +192,6 @@ def _edge(source: int, target: int, x: int, phase: str) -> str:
 def _text(x: float, y: float, text: str, anchor: str, *, bold: bool = False) -> str:
     weight = ' font-weight="600"' if bold else ""
     return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{_TEXT}"{weight}>'
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{TEXT}"{weight}>'
         f"{html.escape(text)}</text>"
     )

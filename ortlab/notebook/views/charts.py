@@ -195,7 +195,10 @@ class RunView(anywidget.AnyWidget):
 
     def _set_traits(self, *, last: bool = False) -> None:
         """Update the traits of panel and ranks, which every open page receives."""
-        news = self._panel.news() if self._panel is not None else {}
+        news, panel = {}, self._panel
+        # Settings that nobody has opened are not compared again: that costs as much as the charts.
+        if panel is not None and (panel.opened or last or not self.standing):
+            news = panel.news()
         for name, value in (news | self._ranks.news(now=last)).items():
             setattr(self, name, value)
 
@@ -325,7 +328,7 @@ def view(watched: Watched) -> RunView:
 
 
 def picture(watched: Watched) -> bytes:
-    """Draw the charts of a run as a PNG that is readable on light and dark pages.
+    """Draw the charts of a run as a PNG on white, which is legible on light and dark pages.
 
     Args:
         watched: The run.

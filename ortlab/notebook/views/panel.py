@@ -130,7 +130,7 @@ class Panel:
         self._plans: dict[tuple[FinetuneSettings, object], tuple[MemoryPlan, EngineSettings]] = {}
         self._foreseen = ""
         self._foreseen_of: object = None
-        self._opened = False  # predictions are not needed before
+        self.opened = False  # predictions are not needed before
         self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
         self._found: list[Control] = []
@@ -157,7 +157,7 @@ class Panel:
             self._result = ("", "")
             if any(name in self._failed for name, _ in before.items() ^ self._edits.items()):
                 self._failed = {}
-        self._opened = True
+        self.opened = True
         acts: dict[str, Callable[[], None]] = {
             "apply": self.apply,
             "undo": self.undo,
@@ -278,7 +278,7 @@ class Panel:
                     *(_json(self._of_variables(e), held) for e in self._controls(held, chosen)),
                 ]
             begun = self.run is not None and self.run.step > 0
-            if self._opened and (key, begun) != self._foreseen_of:
+            if self.opened and (key, begun) != self._foreseen_of:
                 self._foreseen_of = (key, begun)
                 self._foreseen = self._memory(held, chosen)
             found["standing"] = self._standing(held, chosen, wrong, over=over)
@@ -471,20 +471,19 @@ class Panel:
         return " ".join(["%ort finetune", model, data or "DATA", *words])
 
     def _memory(self, held: FinetuneSettings, chosen: FinetuneSettings) -> str:
-        """Return the current and predicted peak memory of a step, from the plan of ORT's graph."""
+        """Return the current and predicted step memory, from the plan of ORT's graph."""
         now, why = self._peak(held)
-        at_peak = "at the peak of a step"
         on_each, then_on_each = _each(held.parallel), _each(chosen.parallel)
         if now is None:
             return f"no prediction: {why}"
         if chosen == held:
-            return f"{memory(now)} {at_peak}{on_each}, predicted from the graph"
+            return f"{memory(now)}{on_each}, predicted from the graph"
         then, why = self._peak(chosen)
         if then is None:
-            return f"{memory(now)} {at_peak}{on_each} now; no prediction: {why}"
+            return f"{memory(now)}{on_each} now; no prediction: {why}"
         if then == now and on_each == then_on_each:
-            return f"{memory(now)} {at_peak}, unchanged"
-        return f"{memory(now)} → {memory(then)} {at_peak}{then_on_each}"
+            return f"{memory(now)}, unchanged"
+        return f"{memory(now)} → {memory(then)}{then_on_each}"
 
     def _peak(self, settings: FinetuneSettings) -> tuple[int | None, str]:
         try:

@@ -51,7 +51,7 @@ class RankFeed:
 
         A rank is [number, remark or "", 1 if it is still training, 1 if it is the slowest, loss,
         samples/s, step time in ms, communication time in ms, bytes of parameters, gradients,
-        optimizer state and the rest of the peak, loss line, samples/s line]; unknown values are
+        optimizer state and the rest of the step, loss line, samples/s line]; unknown values are
         null. A line is base64 with one byte per point.
 
         Args:

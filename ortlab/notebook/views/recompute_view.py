@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_TIMES = 64
 """Maximum of a slider, as a multiple of the last call's size."""
 _CLASS = "ortlab-recompute"
-_HEADS = ("recompute", "modules", "saved after forward", "saved at the peak", "cost per step")
+_HEADS = ("recompute", "modules", "saved after forward", "step memory saved", "cost per step")
 _WIDTHS = "minmax(180px, max-content) repeat(4, minmax(70px, max-content))"
 
 
@@ -148,7 +148,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         self._apply.disabled = same
         peak = self._plans.memory(plan).peak_bytes()
         self._before.value = html.escape(
-            f"peak memory: {memory(self._plans.memory(OFF).peak_bytes())} without recompute, "
+            f"step memory: {memory(self._plans.memory(OFF).peak_bytes())} without recompute, "
             f"{memory(peak)} with the selected plans"
         )
         return ""

@@ -13,12 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import nn
 
+import ortlab
+from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import (
     COLUMNS,
     INDEX,
@@ -35,6 +39,7 @@ from ortlab.notebook.static_views import picture, plain_text
 from ortlab.notebook.views import charts, display, run_feed
 from ortlab.notebook.views.pump import Pump
 from ortlab.notebook.views.run_feed import WIRE, Feed, Update
+from ortlab.utils.process_memory import memory
 from tests.browser.bench_update import LIMIT_BYTES, LIMIT_MS, measure
 from tests.support.notebook_outputs import execute, pixels
 from tests.support.practice import Practice
@@ -476,10 +481,40 @@ def test_picture_of_any_length(steps: int) -> None:
     # No charts and one heading line less if nothing was measured.
     inches = 5.35 + 0.24 * 6 if steps else 0.1 + 0.24 * 5
     assert height == pytest.approx(192 * inches, abs=1)
-    assert image[:, :, 3].min() == 0, "the page's own color is behind it"
-    words = image[image[:, :, 3] > 0.9][:, :3]
-    assert words.mean() == pytest.approx(0.48, abs=0.2), "grey reads on light and dark"
+    assert image[:, :, 3].min() == 1, "it is on white on dark pages too"
+    assert image[0, 0].tolist() == [1, 1, 1, 1]
+    assert image[:, :, :3].min(axis=2).min() < 0.3, "with dark letters"
     run.recorder.close()
+
+
+def test_picture_is_on_white_whatever_the_users_figures_are_on(run: Still) -> None:
+    run.advance(3)
+    plain = charts.picture(run)
+    with matplotlib.rc_context({"figure.facecolor": "black", "axes.facecolor": "black"}):
+        assert charts.picture(run) == plain
+
+
+def test_peak_memory_is_the_same_number_wherever_it_is_told() -> None:
+    network, digits = nn.Linear(64, 10), ortlab.data.digits()[0]
+    run = ortlab.finetune(network, digits, engine="eager", loss="cross_entropy", max_steps=5)
+    result = run.result()
+    run.wait_over()
+    told = f"peak memory {memory(result.peak_bytes)}"
+    assert told in str(result)
+    for shown in (run, ortlab.open_run(run.name), SavedRun(run.folder)):
+        assert told in picture.summary(shown, shown.recorder.rows())
+    (line,) = (line for line in repr(ortlab.list_runs()).splitlines() if run.name in line)
+    assert "peak memory" in repr(ortlab.list_runs()).splitlines()[0]
+    assert memory(result.peak_bytes) in line
+
+
+def test_a_loop_without_a_result_has_the_peak_memory_of_its_steps(run: Still) -> None:
+    run.advance(2, peak_bytes=3 * plain_text.GIB)
+    run.advance(2, peak_bytes=2 * plain_text.GIB)
+    assert "peak memory 3.00 GiB" in picture.summary(run, run.recorder.rows())
+    run.advance(1, peak_bytes=3 * plain_text.GIB, cuda_peak_bytes=plain_text.GIB)
+    told = picture.summary(run, run.recorder.rows())
+    assert told.endswith("peak memory 1.00 GiB"), "one number, on CUDA that of its allocator"
 
 
 def test_picture_leaves_matplotlib_as_it_was() -> None:

@@ -21,6 +21,7 @@ import ortlab
 from ortlab.engines.base import wrapped_model
 from ortlab.graph import planned_capture
 from ortlab.notebook.magics.variables import Variables
+from ortlab.notebook.views import charts
 from ortlab.notebook.views import panel as panels
 from ortlab.notebook.views.panel import Panel
 from ortlab.session import session
@@ -264,16 +265,16 @@ def test_memory_is_predicted_from_the_plan_of_a_wrapped_model(wrapped: nn.Module
     plan = ortlab.memory_plan(wrapped)
     page.send("edit", batch_size="4096")
     now, then = (panels.memory(plan.peak_bytes(batch=size)) for size in (16, 4096))
-    assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
+    assert page.standing["memory"] == f"{now} → {then}"
     page.send("edit", learning_rate="0.1")
-    assert page.standing["memory"] == f"{now} at the peak of a step, unchanged"
+    assert page.standing["memory"] == f"{now}, unchanged"
     page.send("edit", workers="4", zero_stage="1", batch_size="4096")
     of_rank = plan.peak_bytes_of_rank(4, zero_stage=1, batch=1024)
     assert plan.peak_bytes_of_rank(4, batch=1024) == plan.peak_bytes(batch=1024)
     trained = sum(p.nbytes for p in wrapped.parameters())
     saved = plan.peak_bytes(batch=1024) - of_rank
     assert 0 < saved <= 2 * trained * 3 / 4
-    told = f"{now} → {panels.memory(of_rank)} at the peak of a step of each worker"
+    told = f"{now} → {panels.memory(of_rank)} of each worker"
     assert page.standing["memory"] == told
     page.send("edit", workers="2", pipeline_stages="2", batch_size="16")
     assert "no prediction: each worker has a part of the model" in page.standing["memory"]
@@ -312,7 +313,7 @@ def test_memory_of_recomputing_is_predicted_and_comes_true() -> None:
     model(torch.randn(512, 32)).sum().backward()
     then = ortlab.memory_plan(model).peak_bytes()
     assert then < 0.8 * now
-    assert said.endswith(f" → {panels.memory(then)} at the peak of a step")
+    assert said.endswith(f" → {panels.memory(then)}")
     page.send("edit", recompute="layer")
     assert "did you mean" in page.standing["memory"]
 
@@ -335,7 +336,7 @@ def test_memory_of_engine_ort_is_predicted_for_any_size_and_budget() -> None:
     now = panels.memory(plan.peak_bytes(batch=16))
     page.send("edit", batch_size="256")
     then = panels.memory(plan.peak_bytes(batch=256))
-    assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
+    assert page.standing["memory"] == f"{now} → {then}"
     record: Any = wrapped_model(wrapped)
     settings = FinetuneSettings.of(engine="ort", activation_budget=0.3)
     with pytest.raises(ValueError, match="made in the first step after the change"):
@@ -345,7 +346,7 @@ def test_memory_of_engine_ort_is_predicted_for_any_size_and_budget() -> None:
     session.wrapped.configure(wrapped, {"activation_budget": 0.3})
     found = ortlab.memory_plan(wrapped).peak_bytes(batch=512)
     assert found < 0.95 * plan.peak_bytes(batch=512)
-    assert f"→ {panels.memory(found)} at the peak of a step" in page.standing["memory"]
+    assert f"→ {panels.memory(found)}" in page.standing["memory"]
 
 
 def test_batches_of_a_loaders_own_have_a_greyed_size() -> None:
@@ -376,10 +377,10 @@ def test_memory_of_a_return_is_read_from_the_graph_that_waits() -> None:
     page = Page(Panel(model))
     page.send("edit", precision="fp32")
     now, then = panels.memory(in_bf16), panels.memory(in_fp32)
-    assert page.standing["memory"] == f"{now} → {then} at the peak of a step"
+    assert page.standing["memory"] == f"{now} → {then}"
     assert step("fp32") == in_fp32, "the graph that is in use is the one that is shown"
     page.send("edit", precision="bf16")
-    assert page.standing["memory"] == f"{then} → {now} at the peak of a step"
+    assert page.standing["memory"] == f"{then} → {now}"
 
 
 def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Module) -> None:
@@ -396,10 +397,10 @@ def test_memory_of_a_run_is_that_of_its_own_batches(data: Gated, wrapped: nn.Mod
         page.send("open")
         plan, _ = session.plan_for(run, run.settings)
         peak = panels.memory(plan.peak_bytes(batch=8))
-        assert page.standing["memory"] == f"{peak} at the peak of a step, predicted from the graph"
+        assert page.standing["memory"] == f"{peak}, predicted from the graph"
         page.send("edit", batch_size="4096")
         then = panels.memory(plan.peak_bytes(batch=4096))
-        assert page.standing["memory"] == f"{peak} → {then} at the peak of a step"
+        assert page.standing["memory"] == f"{peak} → {then}"
         assert page.standing["cost"].startswith("free")
     finally:
         run.stop()
@@ -648,3 +649,22 @@ def test_a_saved_notebook_has_the_table(tmp_path: Path) -> None:
     _, output = book.cells[1].outputs
     assert "precision='tf32' is for CUDA devices" in output.data["text/plain"]
     assert output.data["text/html"].count("<tr>") > 8
+
+
+def test_charts_compare_the_settings_again_once_they_are_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Panel] = []
+    news = Panel.news
+    monkeypatch.setattr(Panel, "news", lambda panel: (looked.append(panel), news(panel))[1])
+    network, digits = nn.Linear(64, 10), ortlab.data.digits()[0]
+    run = ortlab.finetune(network, digits, engine="eager", loss="cross_entropy", max_steps=2)
+    run.result()
+    view = charts.RunView(run)
+    assert view.pump.join(HANGS_S)
+    first = len(looked)
+    view._set_traits()
+    assert len(looked) == first
+    view._receive(view, {"do": "open"}, [])
+    assert len(looked) == first + 1
+    view.close()

@@ -18,14 +18,14 @@ const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 
 const ZOOM_STEP = 2; // of the keys + and -
 const NOTES = {
   throughput: ["without export, warm-up and pauses", "Left out of the rates: the first step of the run and after a change of "
-    + "settings, which exports or compiles and warms up; pauses, evaluations and checkpoints. Mean of the last 2 % of the run"],
+    + "settings, which exports or compiles and warms up; pauses, evaluations and checkpoints. Mean of the last 2% of the run"],
+  memory: ["of the whole process", "Resident size: memory of the process, with Python and libraries; its peak is the highest since "
+    + "the previous step. CUDA: torch's allocator; its peak is the highest of the run. On workers these are sums over all of them. "
+    + "Step memory, as in races and the settings, is what a step takes without Python and libraries"],
 };
 
-/** Returns the last known value at or before `index`. */
-const known = (values, index) => {
-  for (let i = Math.min(index, values.length - 1); i >= 0; i--) if (values[i] != null) return values[i];
-  return null;
-};
+/** Returns the index of the last known value; -1 if there is none. */
+const lastKnown = (values) => values.findLastIndex((value) => value != null);
 
 /** Returns the space for the longest tick label, as in uPlot's "dynamic axis size" demo. */
 const axisSize = (u, labels, axisIndex, cycle) => {
@@ -204,16 +204,23 @@ export class Chart {
     this.note.title = title;
   }
 
-  /** Shows the values at the crosshair, or else the latest; of a smoothed line also the raw one. */
+  /**
+   * Shows the values nearest to the crosshair, or else the latest; of a smoothed line also the raw one. A value
+   * of another step than the crosshair's names its step, and so does every evaluation loss.
+   */
   #legend() {
     if (!this.u) return;
-    const pointed = this.u.cursor.idx;
-    const at = pointed ?? this.u.data[0].length - 1;
+    const { cursor, data } = this.u;
+    const pointed = cursor.idx;
     this.columns.forEach((column, i) => {
-      const shown = (faint) => this.lines.findIndex((line) => line.color === i && Boolean(line.faint) === faint);
-      const text = (line) => withUnit(known(this.u.data[line + 1], at), column);
-      const raw = shown(true);
-      setText(this.values[i], raw < 0 ? text(shown(false)) : `${text(shown(false))} (${text(raw)})`);
+      const shown = (faint) => this.lines.findIndex((line) => line.color === i && Boolean(line.faint) === faint) + 1;
+      const at = (line) => (pointed == null ? lastKnown(data[line]) : cursor.idxs[line]);
+      const text = (line) => withUnit(data[line][at(line)], column);
+      const [line, raw] = [shown(false), shown(true)];
+      const place = data[0][at(line)];
+      const other = column === EVALUATION || (pointed != null && at(line) !== pointed);
+      const step = other && place != null ? `(step ${number(this.series.step(place, this.controls.axis))})` : "";
+      setText(this.values[i], [text(line), raw ? `(${text(raw)})` : "", step].filter(Boolean).join(" "));
     });
     setText(this.step, pointed == null ? "" : this.#place(this.u.data[0][pointed]));
     const now = this.columns.map((c, i) => `${c.label} ${this.values[i].textContent}`).join(", ");
@@ -271,6 +278,7 @@ export class Chart {
         sync: { key: this.cursor, setSeries: false },
         drag: { x: true, y: false, setScale: false, dist: 5 },
         points: { size: 6 },
+        hover: { skip: [null] }, // a series without a value at the crosshair shows its nearest one
         bind: { dblclick: () => () => this.controls.show(null) },
       },
       scales: {

@@ -325,7 +325,7 @@ export class Form {
       else if (cost) lines.push(["", cost]);
     }
     if (engine && !blocked) lines.push(["", engine]);
-    if (memory && !blocked) lines.push(["", `memory: ${memory}`]);
+    if (memory && !blocked) lines.push(["", `step memory: ${memory}`]);
     if (line && !blocked) lines.push(["ortlab-panel-line", line]);
     const said = JSON.stringify(lines);
     if (said === this.said) return;

@@ -2,7 +2,7 @@
 //
 // The model's trait `ranks` is a list of
 //   [rank, remark, 1 if it is still training, 1 if it is the slowest, loss, samples/s, step time in ms,
-//    communication time in ms, bytes of parameters, gradients, optimizer state, rest of the peak,
+//    communication time in ms, bytes of parameters, gradients, optimizer state, rest of the step,
 //    loss line, samples/s line]
 // where null is unknown and a line is base64 with one byte per point: 1 to 255 are its height, 0 is a gap.
 // The lines of all ranks have a common scale. `rank_notes` are lines of text.
@@ -13,8 +13,8 @@ import { make, setText } from "./elements.js";
 import { HIGH, path } from "./spark.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const PARTS = ["parameters", "gradients", "optimizer state", "rest of the peak"];
-const HEADS = ["rank", "loss", "samples/s", "step", "communication", "memory"];
+const PARTS = ["parameters", "gradients", "optimizer state", "rest of the step"];
+const HEADS = ["rank", "loss", "samples/s", "step", "communication", "step memory"];
 
 const unknown = (value, show) => (value == null ? "–" : show(value));
 const three = (value) => number(Number(value.toPrecision(3)));
@@ -80,7 +80,7 @@ class Row {
     setText(this.step, unknown(stepMs, milliseconds));
     const part = stepMs && waitedMs != null ? Math.min(waitedMs / stepMs, 1) : null;
     this.waited.style.width = `${100 * (part ?? 0)}%`;
-    const percent = part == null ? "–" : `${Math.round(100 * part)} %`;
+    const percent = part == null ? "–" : `${Math.round(100 * part)}%`;
     setText(this.communication, percent);
     this.share.title = `${unknown(waitedMs, milliseconds)} of ${unknown(stepMs, milliseconds)} in collective operations, including the wait for other ranks`;
     this.share.setAttribute("aria-label", this.share.title);

@@ -280,7 +280,7 @@ class View {
     this.done.style.transform = `scaleX(${percent == null ? 1 : step / total})`;
     if (percent == null) this.bar.removeAttribute("aria-valuenow");
     else this.bar.setAttribute("aria-valuenow", String(percent));
-    const parts = [total ? `step ${number(step)} of ${number(total)} · ${percent} %` : `step ${number(step)}`];
+    const parts = [total ? `step ${number(step)} of ${number(total)} (${percent}%)` : `step ${number(step)}`];
     parts.push(over && !gone ? `took ${duration(elapsed)}` : `${duration(elapsed)} elapsed`);
     if (left != null && !over) parts.push(`${duration(left)} left`);
     setText(this.numbers, parts.join(" · "));
