@@ -111,7 +111,7 @@ for name, model in named:
 kept(root, "cut-off", state="running")
 ortlab.open_run("lr-0.001").note("the best so far, diverges with a higher learning rate")
 """
-EXTRA = {"precision", "samples/s", "peak", "took", "on disk"}
+EXTRA = {"precision", "samples/s", "peak memory", "took", "on disk"}
 WIDTHS = """element => [element.scrollWidth, element.clientWidth,
     element.closest('.jp-OutputArea-output').clientWidth]"""
 
@@ -143,9 +143,9 @@ def test_the_runs_fit_into_a_page_of_1280_pixels(
     screenshot("runs-1280-all-light")
     expect(columns).to_have_text("Fewer columns")
     columns.click()
-    assert "peak" not in heads(plain)
+    assert "peak memory" not in heads(plain)
     assert {*heads(wide)} >= EXTRA
-    assert "peak" in heads(sorted_)
+    assert "peak memory" in heads(sorted_)
     assert "took" not in heads(sorted_)
     book.theme("JupyterLab Dark")
     box.scroll_into_view_if_needed()

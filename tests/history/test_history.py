@@ -640,13 +640,13 @@ def test_a_listing_has_the_columns_that_fit_and_all_on_request(root: Path) -> No
     for _ in range(2):
         kept(root)
     plain, wide = (repr(ortlab.list_runs(**more)) for more in ({}, {"wide": True}))
-    extra = ("precision", "samples/s", "peak", "took", "on disk")
+    extra = ("precision", "samples/s", "peak memory", "took", "on disk")
     assert not [head for head in extra if head in plain.splitlines()[0]]
     assert [head for head in extra if head in wide.splitlines()[0]] == list(extra)
     assert "wide=True (--wide) adds precision, samples/s, peak memory, took, on disk" in plain
     assert "--wide" not in wide
     by_memory = repr(ortlab.list_runs(sort="memory"))
-    assert "peak" in by_memory.splitlines()[0]
+    assert "peak memory" in by_memory.splitlines()[0]
     assert "wide=True (--wide) adds precision, samples/s, took, on disk" in by_memory
     assert "0.5 (75.0%)" in plain
     assert "evaluation (best)" in plain.splitlines()[0]
