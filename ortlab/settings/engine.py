@@ -203,7 +203,7 @@ class EngineSettings(Settings):
         common=True,
         choices=PRECISIONS,
         help="precision of matrix products; weights, gradients and optimizer state stay fp32; "
-        "tf32 is for CUDA; fp16 on a CPU is for checking numerics",
+        "tf32 is for CUDA, fp16 on CPUs to check numerics",
     )
     kernels: str = setting(
         "measured",
@@ -221,8 +221,8 @@ class EngineSettings(Settings):
         "off",
         panel=True,
         common=True,
-        help="activations to recompute in backward: off, layers (all lists of layers), modules "
-        "such as encoder.layer.*.attention, or plans of %ort recompute, joined by commas",
+        help="activations to recompute in backward: off, layers, modules such as "
+        "encoder.layer.*.attention, or plans of %ort recompute, joined by commas",
     )
     activation_budget: float = setting(
         1.0,
