@@ -503,8 +503,8 @@ def test_peak_memory_is_the_same_number_wherever_it_is_told() -> None:
     assert told in str(result)
     for shown in (run, ortlab.open_run(run.name), SavedRun(run.folder)):
         assert told in picture.summary(shown, shown.recorder.rows())
-    (line,) = (line for line in repr(ortlab.list_runs()).splitlines() if run.name in line)
-    assert "peak memory" in repr(ortlab.list_runs()).splitlines()[0]
+    (line,) = (line for line in repr(ortlab.list_runs(wide=True)).splitlines() if run.name in line)
+    assert "peak memory" in repr(ortlab.list_runs(wide=True)).splitlines()[0]
     assert memory(result.peak_bytes) in line
 
 
