@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,20 +151,23 @@ def test_a_batch_that_is_counted_replaces_what_the_model_is_called_with() -> Non
     assert column(run, "samples") == [5] * 3
 
 
-def test_a_model_that_returns_an_object_trains() -> None:
+@pytest.mark.parametrize("returned", [lambda x: SimpleNamespace(logits=x), lambda x: (x, 2 * x)])
+def test_samples_count_once_whatever_the_model_returns(returned: Callable[[Any], Any]) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = Network()
 
         def forward(self, inputs: torch.Tensor) -> Any:
-            return SimpleNamespace(logits=self.inner(inputs))
+            return returned(self.inner(inputs))
 
     model = Holder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ortlab.track(model) as run:
         for inputs, targets in itertools.islice(DataLoader(data(), batch_size=8), 3):
-            functional.cross_entropy(model(inputs).logits, targets).backward()
+            found = model(inputs)
+            logits = sum(found) if isinstance(found, tuple) else found.logits
+            functional.cross_entropy(logits, targets).backward()
             optimizer.step()
     assert column(run, "samples") == [8] * 3
 
