@@ -154,7 +154,11 @@ def forward(module: nn.Module, batch: Batch, loss: LossFunction | None) -> Forwa
             raise ValueError(
                 f"forward returns {type(output).__name__}, which has no tensor to compute a loss of"
             )
-        value = loss(scores, target)
+        try:
+            value = loss(scores, target)
+        except Exception as error:
+            error.add_note(_loss_arguments(scores, target))
+            raise
     # Do not read the size of a scalar: an export would record that as a decision by sizes.
     if not isinstance(value, torch.Tensor) or (value.dim() and value.numel() != 1):
         found = describe(value)
@@ -276,6 +280,15 @@ def _call(module: nn.Module, inputs: Batch, *, has_loss: bool) -> Any:
             raise ValueError(message) from error
         error.add_note(f"the batch was ({described})")
         raise
+
+
+def _loss_arguments(scores: torch.Tensor, target: Any) -> str:
+    """Return a line about what a loss that raised was called with, and how to make it fit."""
+    told = f"the loss was called with predictions {describe(scores)}, targets {describe(target)}"
+    column = [*target.shape, 1] if isinstance(target, torch.Tensor) else None
+    if column == list(scores.shape):
+        told += "; for one output per sample, pass targets.float().unsqueeze(-1) as targets"
+    return told
 
 
 def arguments(module: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

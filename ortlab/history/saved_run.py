@@ -11,7 +11,7 @@ from ortlab.history import sqlite_index
 from ortlab.history.entry import RunEntry, read_entry
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
-from ortlab.metrics.evaluation import Evaluation, told_last
+from ortlab.metrics.evaluation import Evaluation, told_failed, told_last
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, Status
 from ortlab.settings import FinetuneSettings, unknown_name
@@ -122,6 +122,8 @@ class SavedRun(StoredRun):
             if entry.can_go_on:
                 told += f"; {entry.resume} continues from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
+        failed = [event for event in self.metrics.events if event.kind == "metric_failed"]
+        badges += told_failed(failed)
         resumed = [entry.resumed] if entry.resumed else []
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(

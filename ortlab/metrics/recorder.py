@@ -147,8 +147,8 @@ class Event:
             the end of the step before the change to the end of the first step after it),
             "checkpoint" (saved, of this step), "pause" (its begin and its end), "early_stop",
             "skipped_data" (all batches that were skipped so far), "not_finite" (the first loss of a
-            user's loop), "state", "note", "warning" (with cost_s: a requested change that failed)
-            and "error".
+            user's loop), "metric_failed" (a metric that raised), "state", "note", "warning" (with
+            cost_s: a requested change that failed) and "error".
         step: Step at which it happened.
         time_s: Time since the start of the run.
         text: Description.

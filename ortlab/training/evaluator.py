@@ -153,9 +153,13 @@ class Evaluator:
         if wanted.since_best(found, settings.early_stopping_threshold) >= patience:
             state.stopped_early = True
             best = wanted.best(found)
-            told = f"{wanted.name} has not improved for {patience} evaluations"
-            if best is not None:
-                told += f"; best {best.values[wanted.name]:.4g} at step {best.step:,}"
+            if best is None:
+                told = f"{wanted.name} has no value after {patience} evaluations"
+            else:
+                told = (
+                    f"{wanted.name} has not improved for {patience} evaluations; "
+                    f"best {best.values[wanted.name]:.4g} at step {best.step:,}"
+                )
             state.tell("early_stop", f"stopped early at step {state.step:,}: {told}")
 
     def _step_scheduler(self, found: Evaluation) -> None:
@@ -224,5 +228,5 @@ class Evaluator:
                 for line in failed:
                     if line not in self._told:
                         self._told.add(line)
-                        state.tell("warning", f"{line} (evaluation at step {state.step})")
+                        state.tell("metric_failed", f"{line} (evaluation at step {state.step:,})")
                 return evaluation

@@ -47,6 +47,8 @@ class RunResult:
             parts.append(f"loss {self.final_loss:.4g}")
         if self.before is not None and self.after is not None:
             parts.append(f"evaluation (first): {self.before}; evaluation (last): {self.after}")
+            if self.best is not None and self.best.step != self.after.step:
+                parts.append(f"evaluation (best, step {self.best.step:,}): {self.best}")
         if not math.isnan(self.samples_per_s):
             parts.append(f"{rounded(self.samples_per_s)} samples/s")
         if not math.isnan(self.peak_bytes):

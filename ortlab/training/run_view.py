@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ortlab.metrics.evaluation import told_last
+from ortlab.metrics.evaluation import told_failed, told_last
 from ortlab.metrics.recorder import Status
 from ortlab.settings import AUTO
 from ortlab.training.control import PauseReason
@@ -125,6 +125,7 @@ class RunView:
         if not over:  # what is left of them then, `pending` has
             troubles = [record.checkpoints.trouble, record.recorder.trouble, *troubles]
         badges += filter(None, (*self._warnings, *troubles))
+        badges += told_failed(record.recorder.events("metric_failed"))
         return tuple(badges)
 
     def _lines(self, *, over: bool) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -659,6 +660,11 @@ def test_evaluations_have_one_name_everywhere(trained: Any) -> None:
         (line,) = [line for line in run.status().lines if line.startswith("evaluation")]
         assert line.startswith(f"evaluation (last, step {last.step}): {last}")
     assert f"evaluation (last): {last}" in str(live.result())
+    best = dataclasses.replace(last, step=1_000, loss=0.1)
+    told = str(dataclasses.replace(live.result(), best=best))
+    assert f"; evaluation (best, step 1,000): {best}" in told
+    told = str(dataclasses.replace(live.result(), best=last))
+    assert "evaluation (best" not in told, "that is the last one"
     listed = ortlab.list_runs(sort="evaluation")
     assert listed.settings == ortlab.list_runs(sort="held-out").settings, "its former name"
     told = [repr(listed), repr(ortlab.compare_runs(*trained)), str(live.result())]

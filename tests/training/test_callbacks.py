@@ -308,6 +308,8 @@ def test_it_stops_early(threshold: float, values: list[float], steps: int) -> No
         assert notes == [f"{told}; best 0.3 at step 8"]
         assert notes[0] in run.status().lines
         assert notes[0] in ortlab.open_run(run.name).status().lines
+    if steps == 8:
+        assert notes == ["stopped early at step 8: f1 has no value after 2 evaluations"]
     assert len(notes) == (steps < 28)
 
 

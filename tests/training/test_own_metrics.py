@@ -86,8 +86,10 @@ def test_one_that_fails_is_told_once_and_the_run_goes_on() -> None:
         raise KeyError("positives")
 
     run = train(Network(), metrics=[fails, macro], **CHOSEN)
-    told = [event.text for event in run.recorder.events("warning")]
-    assert told == ["metric fails raised KeyError: 'positives' (evaluation at step 0)"]
+    told = "metric fails raised KeyError: 'positives' (evaluation at step 0)"
+    assert [event.text for event in run.recorder.events("metric_failed")] == [told]
+    assert run.status().badges == (told,)
+    assert ortlab.open_run(run.name).status().badges == (told,)
     assert run.state == "finished"
     assert run.result().after.metrics["macro"] > 0
 

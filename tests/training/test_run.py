@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import NotFinite, Report, Stepper, tell
 from ortlab.engines.registry import engine
@@ -898,3 +899,18 @@ def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
     assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
+def test_a_loss_that_raises_says_what_it_was_called_with() -> None:
+    labels = torch.tensor([0, 1] * 8)
+    samples = TensorDataset(torch.randn(16, 4), labels)
+    chosen: dict[str, Any] = {"engine": "eager", "loss": "bce_with_logits", "batch_size": 16}
+    run = ortlab.finetune(nn.Linear(4, 1), samples, **chosen)
+    with pytest.raises(ValueError, match="must be the same as input size") as raised:
+        run.result(HANGS_S)
+    told = "the loss was called with predictions float32[16, 1], targets int64[16]"
+    hint = "for one output per sample, pass targets.float().unsqueeze(-1) as targets"
+    assert f"{told}; {hint}" in raised.value.__notes__
+    run.stop()
+    fitting = TensorDataset(samples.tensors[0], labels.float().unsqueeze(-1))
+    assert ortlab.finetune(nn.Linear(4, 1), fitting, **chosen).result(HANGS_S).steps == 1

@@ -38,6 +38,7 @@ TEXT = "#424242"  # 10:1 on the pictures' white
 GRID = "#80808040"
 FONT = 9.5
 LINE = 125  # characters that fit on a line of the heading
+BOLD_LINE = 105  # of those in bold
 ERROR_LINES = 8
 CHANGES = 8  # settings changes in the heading; the last ones are shown
 WRAPPED_LINES = 3  # lines that one change or remark may take
@@ -131,7 +132,7 @@ def _heading(
     badges, plain = " · ".join(status.badges), replace(status, badges=())
     lines = [
         (plain_text.headline(watched.title, plain), TEXT, "bold"),
-        (badges, COLORS[1], "bold"),
+        *((part, COLORS[1], "bold") for part in _wrapped(badges, width=BOLD_LINE)),
         (summary(watched, rows), TEXT, "normal"),
         *((part, TEXT, "normal") for line in status.lines for part in _wrapped(line)),
         *((line, TEXT, "normal") for line in _told(changed)),
@@ -155,9 +156,9 @@ def _told(changed: list[Change]) -> list[str]:
     return lines
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrapped(text: str, *, width: int = LINE) -> list[str]:
     return textwrap.wrap(
-        text, LINE, subsequent_indent="    ", max_lines=WRAPPED_LINES, placeholder=" …"
+        text, width, subsequent_indent="    ", max_lines=WRAPPED_LINES, placeholder=" …"
     )
 
 

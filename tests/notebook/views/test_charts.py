@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -457,6 +458,22 @@ def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
     assert rate.get_title("right") == "loss scale"
 
 
+def test_a_long_badge_is_whole_in_the_picture(run: Still) -> None:
+    told = (
+        "metric f1 raised ValueError: Classification metrics can't handle a mix of binary and "
+        "continuous targets (evaluation at step 0)"
+    )
+    run.now = dataclasses.replace(run.now, badges=(told,))
+    heading = picture._heading(run, run.status(), run.recorder.rows(), [])
+    badge = [line for line in heading if line[2] == "bold"][1:]
+    assert " ".join(text.strip() for text, _, _ in badge) == told
+    figure = Figure(figsize=(picture.WIDTH_IN, 1), dpi=picture.DPI)
+    FigureCanvasAgg(figure)
+    for line in badge:
+        picture._write(figure, 0.1 / picture.WIDTH_IN, 0.5, line)
+    assert all(text.get_window_extent().x1 < figure.bbox.x1 for text in figure.texts)
+
+
 def known(rows: Rows, name: str) -> Any:
     return plain_text.known(rows, name)
 
@@ -503,8 +520,9 @@ def test_peak_memory_is_the_same_number_wherever_it_is_told() -> None:
     assert told in str(result)
     for shown in (run, ortlab.open_run(run.name), SavedRun(run.folder)):
         assert told in picture.summary(shown, shown.recorder.rows())
-    (line,) = (line for line in repr(ortlab.list_runs(wide=True)).splitlines() if run.name in line)
-    assert "peak memory" in repr(ortlab.list_runs(wide=True)).splitlines()[0]
+    listed = repr(ortlab.list_runs(wide=True))
+    (line,) = (line for line in listed.splitlines() if run.name in line)
+    assert "peak memory" in listed.splitlines()[0]
     assert memory(result.peak_bytes) in line
 
 
