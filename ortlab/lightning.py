@@ -82,8 +82,8 @@ class OrtLabCallback(Callback):
         self._before = _values(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Record what validation has logged."""
-        if self.run is None or self.run.over() or trainer.sanity_checking:
+        """Record what validation has logged; Lightning's sanity check precedes the run."""
+        if self.run is None or self.run.over():
             return
         now = _values(trainer)
         self._metrics |= {name for name, value in now.items() if self._before.get(name) != value}

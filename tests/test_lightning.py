@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ def fit(module: Module, folder: Path, **chosen: Any) -> Any:
     loader = DataLoader(data(), batch_size=40)
     trainer.fit(module, loader, DataLoader(data(41), batch_size=41))
     return callback
+
+
+def test_one_process_of_several_records() -> None:
+    callback = ortlab.lightning.OrtLabCallback()
+    trainer = SimpleNamespace(is_global_zero=False)
+    callback.on_train_start(trainer, Module(Network()))
+    callback.on_train_batch_start(trainer, None, torch.ones(4), 0)
+    callback.on_train_end(trainer, None)
+    assert callback.run is None
 
 
 @pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule"])

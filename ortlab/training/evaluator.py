@@ -19,6 +19,7 @@ from ortlab.training.failures import FailureHandler
 from ortlab.training.training_state import TrainingState
 from ortlab.utils.errors import out_of_memory
 from ortlab.utils.rng import RandomStates, undisturbed_random
+from ortlab.utils.wording import counted
 
 
 def evaluate(
@@ -154,10 +155,10 @@ class Evaluator:
             state.stopped_early = True
             best = wanted.best(found)
             if best is None:
-                told = f"{wanted.name} has no value after {patience} evaluations"
+                told = f"{wanted.name} has no value after {counted(patience, 'evaluation')}"
             else:
                 told = (
-                    f"{wanted.name} has not improved for {patience} evaluations; "
+                    f"{wanted.name} has not improved for {counted(patience, 'evaluation')}; "
                     f"best {best.values[wanted.name]:.4g} at step {best.step:,}"
                 )
             state.tell("early_stop", f"stopped early at step {state.step:,}: {told}")

@@ -50,3 +50,14 @@ def test_a_loop_of_accelerate(engine: str) -> None:
     assert "configuration: lr=0.01" in notes
     assert "split: held out" in notes
     assert ortlab.open_run("accelerated").about["state"] == "finished"
+
+
+def test_trackers_that_are_initialized_again_end_the_run_before() -> None:
+    tracker = hf.OrtLabTracker(Network())
+    tracker.start()
+    first = tracker.run
+    assert first is not None
+    tracker.start()
+    assert first.over()
+    assert tracker.run is not first
+    tracker.finish()

@@ -764,15 +764,29 @@ class Logs(nn.Module):
         return x + torch.log(masked.softmax(1)[:, :1] * 0.0)
 
 
-def test_the_operator_that_is_first_not_finite_is_named() -> None:
+class Attends(nn.Module):
+    """Masks values with -inf, and has another input that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), Logs())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spoilt: torch.Tensor = self.inner(x)
+        masked = x.masked_fill(torch.ones_like(x).tril() == 0, -math.inf)
+        return spoilt + masked.softmax(1)
+
+
+@pytest.mark.parametrize("name", ["1", "inner.1"])
+def test_the_operator_that_is_first_not_finite_is_named(name: str) -> None:
     settings = FinetuneSettings.of(engine="eager", device="cpu")
-    model = nn.Sequential(nn.Linear(4, 4), Logs())
+    model = Attends() if name == "inner.1" else Attends().inner
     batch = (torch.randn(6, 4), torch.arange(6) % 3)
     cause = first_bad(model, functional.cross_entropy, [batch], settings)
     assert cause is not None
     assert re.fullmatch(
-        r"the output of 1 \(Logs\) is the first infinite value, from torch\.log at .*"
-        r"test_failures\.py:\d+: return x \+ torch\.log\(.*, in forward",
+        rf"the output of {re.escape(name)} \(Logs\) is the first infinite value, from torch\.log "
+        r"at .*test_failures\.py:\d+: return x \+ torch\.log\(.*, in forward",
         cause.told,
     )
 

@@ -354,7 +354,7 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
     def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = Network(0.2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 6)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5)
 
     def steps(
         model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, part: Any

@@ -36,6 +36,7 @@ from ortlab.metrics.recorder import INDEX, Watched
 from ortlab.settings import FinetuneSettings
 from ortlab.training.run import Run
 from ortlab.utils.process_memory import SAMPLER
+from tests.support.needed_engines import needs
 from tests.support.waiting import HANGS_S, until
 
 
@@ -899,6 +900,21 @@ def test_python_that_ends_stops_the_run_in_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run-1")
     assert folder.read_json("run")["state"] == "stopped"
     assert len(folder.read_metrics().rows) == folder.read_checkpoint().position.step >= 3
+
+
+@pytest.mark.parametrize("name", ["mse", "l1"])
+@pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule"])
+def test_a_loss_of_two_shapes_is_refused_where_torch_broadcasts(engine: str, name: str) -> None:
+    needs(engine)
+    inputs = torch.randn(16, 4)
+    chosen: dict[str, Any] = {"engine": engine, "loss": name, "batch_size": 16}
+    run = ortlab.finetune(nn.Linear(4, 1), TensorDataset(inputs, inputs[:, 0]), **chosen)
+    told = r"needs targets of the shape of the predictions, \[16, 1\], not \[16\]"
+    with pytest.raises(ValueError, match=f"loss='{name}' {told}") as raised:
+        run.result(HANGS_S)
+    assert any("targets.float().unsqueeze(-1)" in note for note in raised.value.__notes__)
+    fitting = TensorDataset(inputs, inputs[:, :1])
+    assert ortlab.finetune(nn.Linear(4, 1), fitting, **chosen).result(HANGS_S).steps == 1
 
 
 def test_a_loss_that_raises_says_what_it_was_called_with() -> None:
