@@ -50,10 +50,12 @@ def first_bad(
         for number, batch in enumerate(micro_batches, 1):
             own = batches.to_device(batch, device)
             in_batch, rows = _in_batch(own, has_target=loss is not None)
-            found = in_batch or _in_weights(model) or _in_pass(model, loss, own, settings)
+            found, in_code = in_batch or _in_weights(model), False
+            if not found:
+                found, in_code = _in_pass(model, loss, own, settings)
             if found:
                 told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
-                return Cause(told, bool(in_batch), [before + row for row in rows])
+                return Cause(told, bool(in_batch), [before + row for row in rows], in_code)
             before += batches.count(own)[0]
     return None
 
@@ -102,7 +104,8 @@ def _in_weights(model: nn.Module) -> str:
 
 def _in_pass(
     model: nn.Module, loss: LossFunction | None, batch: Batch, settings: FinetuneSettings
-) -> str:
+) -> tuple[str, bool]:
+    """Describe the first bad value of a pass; True if a line of the user's code computes it."""
     forward: list[str] = []
     backward: list[str] = []
     operations = _Operations()
@@ -114,17 +117,18 @@ def _in_pass(
         with cast, operations:
             value = batches.forward(model, batch, loss).loss
         if forward:
-            return forward[0] + operations.last
+            return forward[0] + operations.last, operations.in_code
         if not _good(value):
-            return f"the loss is {_kind(value)} although all outputs are finite{operations.last}"
+            told = f"the loss is {_kind(value)} although all outputs are finite{operations.last}"
+            return told, operations.in_code
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         found = torch.autograd.grad(value, [p for _, p in trained], allow_unused=True)
     if backward:
-        return backward[0]
+        return backward[0], False
     for (name, _), gradient in zip(trained, found, strict=True):
         if gradient is not None and not _good(gradient):
-            return f"the gradient of {name} is {_kind(gradient)}"
-    return ""
+            return f"the gradient of {name} is {_kind(gradient)}", False
+    return "", False
 
 
 class _Operations(TorchFunctionMode):
@@ -137,6 +141,8 @@ class _Operations(TorchFunctionMode):
         super().__init__()
         self.last = ""
         """The operator with its line, to complete a sentence; "" for none."""
+        self.in_code = False
+        """Whether that is a line of the user's code."""
         self.noting = True
 
     def __torch_function__(
@@ -147,6 +153,7 @@ class _Operations(TorchFunctionMode):
             name = resolve_name(func) or getattr(func, "__name__", "an operator")
             line = users_line(frame for frame, _ in traceback.walk_stack(None))
             self.last = f", from {name}" + ("" if line is None else f" at {line}")
+            self.in_code = line is not None
         return result
 
     def _makes_bad(self, args: Sequence[Any], result: Any) -> bool:
@@ -209,11 +216,13 @@ class Cause:
         in_data: True if the batch itself contains the value.
         rows: Samples with bad values, counted from 0 over the step's micro-batches; empty if the
             samples are not known.
+        in_code: True if `told` names the line of the user's code that computes the value.
     """
 
     told: str
     in_data: bool = False
     rows: Sequence[int] = ()
+    in_code: bool = False
 
     @classmethod
     def unknown(cls, error: Exception) -> Cause:

@@ -34,6 +34,10 @@ _SKIPS = (
     "run.resume() or the Resume button skips the data of the step, now and in later epochs; "
     "run.resume(skip=True) skips all data that is not finite without another pause"
 )
+_CORRECT = (
+    "if the line is wrong (a square root or logarithm of a negative number, a division by 0), "
+    "correct it and train a new model"
+)
 _LOST: Final = 1e3
 """Rise of the loss, as a factor, after which no learning rate makes up for the weights."""
 
@@ -99,6 +103,7 @@ class FailureHandler:
         self._proceed = proceed
         self._keep_failure = keep_failure
         self._bad_data = SkippedData()
+        self._resumed_at: int | None = None  # step of the last pause for a value that is not finite
         self._ended_at: tuple[int, int] | None = None  # epoch and item of an early end of the data
 
     @property
@@ -248,9 +253,7 @@ class FailureHandler:
         error.add_note(f"not enough memory for step {state.step + 1}; {why}")
         hint = "run.resume() tries the step again"
         if changes:
-            hint = (
-                f"run.resume({typed(changes)}) or the Resume button continues with these settings"
-            )
+            hint = f"run.resume({typed(changes)}) or its button continues with these settings"
         return self.pause(PauseReason(error, "at step {step}", hint, "out of memory", changes))
 
     # ---- workers -------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class FailureHandler:
             changes = self._advisor.advice(state.settings, self._device())
         if changes:
             told = typed(changes)
-            hint = f"out of memory; run.resume({told}) or the Resume button continues from there"
+            hint = f"out of memory; run.resume({told}) or its button continues from there"
         where = "at step {step}, the one of its last checkpoint"
         reason = PauseReason(error, where, hint, advice=changes)
         return self._wait(reason, f"{error}", f"paused: {error}")
@@ -418,14 +421,23 @@ class FailureHandler:
         if settings.model.precision == "fp16":
             change = {"precision": "bf16"}
         hint = (
-            f"run.resume({typed(change)}) or the Resume button continues with these settings, "
+            f"run.resume({typed(change)}) or its button continues with these settings, "
             "run.resume() with the current ones; the data of the step is skipped"
         )
+        in_code = cause is not None and cause.in_code
         in_data = cause is not None and cause.in_data
         if in_data:  # no settings would help
             change, hint = {}, _SKIPS
         elif (risen := self._risen()) is not None:
             change, hint = {}, f"the weights are likely lost, as the loss {risen}; {_START_AGAIN}"
+        else:
+            again = self._resumed_at == self._state.step - 1 and "learning_rate" in change
+            if again:
+                change, hint = {}, _START_AGAIN
+            if in_code:
+                hint = f"{_CORRECT}; otherwise {hint}"
+            if again:
+                hint = f"the first step after resuming failed, too; {hint}"
         where = "with the weights of step {step}"
         resumed = self.pause(
             PauseReason(
@@ -433,6 +445,7 @@ class FailureHandler:
             )
         )
         self.stopped_not_finite |= not resumed
+        self._resumed_at = None if in_data else self._state.step
         return resumed
 
     def _became(self, cause: Cause | None) -> str:

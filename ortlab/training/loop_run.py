@@ -121,6 +121,11 @@ class LoopRun(TrainerRun):
         """Optimizer steps done."""
         return self._step
 
+    @property
+    def saves_checkpoints(self) -> bool:
+        """True if the loop's optimizer is known, and with it the state to save."""
+        return self._loop_state is not None
+
     def begin(self) -> None:
         """Begin to record the steps of the calling thread, until `end`."""
         self._free = time.perf_counter()

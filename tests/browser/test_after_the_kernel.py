@@ -54,6 +54,7 @@ def test_a_run_whose_kernel_died(
     expect(run.locator(".ortlab-state")).to_have_text("its kernel has ended")
     expect(run.get_by_role("button", name="Stop")).to_be_hidden()
     expect(run).to_contain_text(RESUMED)
+    expect(run).to_contain_text("after you run the cells that load ortlab and create its model")
     screenshot("kernel-died")
     book.reload()
     expect(still).to_be_visible()
@@ -71,6 +72,41 @@ def test_a_run_whose_kernel_died(
     expect(exported.locator("body")).to_contain_text(RESUMED)
     expect(exported.locator("body")).not_to_contain_text("step 0 of")
     exported.screenshot(path=SCREENSHOTS / "kernel-died-page.png")
+
+
+LOOP = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with ortlab.track(model, optimizer=optimizer, name="baseline") as run:
+    for step in range(100_000):
+        nn.functional.cross_entropy(model(inputs[:32]), train[:32][1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_loop_whose_kernel_died_says_how_to_continue(notebook: Opens, page: Page) -> None:
+    book = notebook([SETUP])
+    book.run_cell(0)
+    book.run_next(LOOP)
+    run = book.view()
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    call = r"ortlab\.track\(model, optimizer=\.\.\., resume_from='baseline\S*'\)"
+    told = re.compile(f"{call} continues it from its last checkpoint")
+    expect(run.locator(".ortlab-silence")).to_contain_text(told)
+    book.reload()
+    expect(page.locator("[data-ortlab-still]")).to_contain_text(told)
+
+
+def test_a_run_whose_kernel_was_shut_down(notebook: Opens, page: Page) -> None:
+    """JupyterLab then disposes of the connection and tells of no other state of the kernel."""
+    book = notebook([SETUP, RUN])
+    book.run_cell(0)
+    book.run_cell(1)
+    run = book.view()
+    page.evaluate("() => window.panel.sessionContext.shutdown()")
+    expect(run.locator(".ortlab-state")).to_have_text(re.compile("its kernel has ended|stopped"))
+    expect(run.get_by_role("button", name="Stop")).to_be_hidden()
 
 
 WRAPPED = """
@@ -134,3 +170,12 @@ def test_a_run_that_is_over_has_its_charts_again(
     book.reload()
     expect(picture).to_be_visible()
     expect(run).to_have_count(0)
+
+
+def test_a_loop_that_is_over_has_its_charts_again(notebook: Opens, page: Page) -> None:
+    book = notebook([SETUP, LOOP.replace("100_000", "20"), "run"])
+    for cell in range(3):
+        book.run_cell(cell)
+    run = book.cell(2).locator(".ortlab-run")
+    expect(run.locator(".ortlab-state")).to_have_text("finished")
+    expect(run.get_by_label("Smoothing")).to_be_visible()

@@ -63,6 +63,40 @@ def test_a_row_of_the_data_is_named_and_skipped(
     )
 
 
+ROOT = """
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.offset = nn.Linear(8, 1, bias=False), nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return self.body(x) + torch.sqrt(self.offset)
+
+model, data = Root(), TensorDataset(x, x[:, :1] - 1.5)
+"""
+
+
+def test_a_run_that_fails_again_at_once_can_be_resumed_once_more(
+    notebook: Opens, page: Page
+) -> None:
+    """The run is back in its pause before the page has seen it train."""
+    book = notebook([SETUP, ROOT, "run = %ort finetune model data --loss mse --lr 0.1 --epochs 9"])
+    book.start()
+    view = book.cell(2).locator(".ortlab-run")
+    error = view.locator(".ortlab-error")
+    expect(error).to_contain_text("if the line is wrong")
+    view.get_by_role("button", name="Resume with learning_rate=0.01").click()
+    expect(error).to_contain_text("the first step after resuming failed, too")
+    expect(view.locator(".ortlab-state")).to_have_text("paused")
+    expect(view.locator(".ortlab-advice")).to_be_hidden()
+    step = view.locator(".ortlab-numbers")
+    before = step.inner_text()
+    view.get_by_role("button", name="Resume", exact=True).click()
+    expect(step).not_to_have_text(before)
+    expect(view.get_by_role("button", name="Resume", exact=True)).to_be_enabled()
+    view.get_by_role("button", name="Stop").click()
+    expect(book.cell(2).locator(".jp-OutputArea img")).to_be_visible()
+
+
 def test_a_bug_in_forward_and_a_learning_rate_are_named(
     notebook: Opens, page: Page, screenshot: Takes
 ) -> None:

@@ -526,8 +526,9 @@ def test_numbers_that_fail_are_held_with_the_layer_and_the_last_good_weights() -
         str(raised.value),
     )
     assert (
-        f"{run.name} is paused with the weights of step {good}: run.resume(learning_rate=0.001)"
-        in notes
+        f"{run.name} is paused with the weights of step {good}: if the line is wrong (a square "
+        "root or logarithm of a negative number, a division by 0), correct it and train a new "
+        "model; otherwise run.resume(learning_rate=0.001) or its button continues" in notes
     )
     assert run.status().advice == "learning_rate=0.001"
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -789,6 +790,37 @@ def test_the_operator_that_is_first_not_finite_is_named(name: str) -> None:
         r"at .*test_failures\.py:\d+: return x \+ torch\.log\(.*, in forward",
         cause.told,
     )
+    assert cause.in_code
+
+
+class Root(nn.Module):
+    """A model whose forward fails for good once training has made a parameter negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.offset = nn.Linear(4, 1, bias=False), nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        shifted: torch.Tensor = self.first(inputs) + self.offset.sqrt()
+        return shifted
+
+
+def test_a_bug_in_forward_is_not_resumed_with_ever_lower_learning_rates() -> None:
+    inputs = torch.randn(64, 4)
+    data = [(inputs, inputs[:, :1] - 1.5)] * 100
+    run = ortlab.finetune(Root(), data, loss="mse", hold=True, engine="eager", lr=0.1)
+    with pytest.raises(NotFinite, match=r"from torch\.Tensor\.sqrt at .*self\.offset\.sqrt"):
+        run.result(HANGS_S)
+    assert run.advice == {"learning_rate": 0.01}
+    run.resume(**run.advice)
+    with pytest.raises(NotFinite) as raised:
+        run.result(HANGS_S)
+    notes = "\n".join(raised.value.__notes__)
+    assert "the first step after resuming failed, too; if the line is wrong" in notes
+    assert "otherwise stop the run, and start again with a lower learning_rate" in notes
+    assert run.advice == {}
+    run.stop()
+    assert run.wait_over(HANGS_S)
 
 
 def test_weights_that_are_lost_are_not_to_be_trained_on() -> None:

@@ -46,6 +46,7 @@ class Displays:
         self._live: list[Live] = []
         self._functions: dict[tuple[str, str], Callable[[Any], None]] = {
             ("ortlab.training.run", "Run"): self._display,
+            ("ortlab.training.trainer_run", "TrainerRun"): self._display,
             ("ortlab.history.saved_run", "SavedRun"): self._display,
             _COMPARISON: _display_comparison,
             ("ortlab.history.listing", "History"): self._display_history,

@@ -85,6 +85,7 @@ class RunView(anywidget.AnyWidget):
     rank_notes: traitlets.List[str] = traitlets.List().tag(sync=True)
     still = traitlets.Unicode().tag(sync=True)
     name = traitlets.Unicode().tag(sync=True)
+    continues = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class RunView(anywidget.AnyWidget):
             interactive=watched.interactive,
             still=still,
             name=getattr(watched, "name", ""),
+            continues=_continues(watched),
         )
         self.on_msg(self._receive)
         self._then = finish
@@ -440,13 +442,25 @@ class Still:
         name = getattr(self._watched, "name", None)
         if name is None:
             return "This page has lost the kernel of this loop."
-        from ortlab.training.run import Run  # heavy: torch
-
-        resumed = f", %ort resume {name} continues it" if isinstance(self._watched, Run) else ""
+        resumed = f"; {told}" if (told := _continues(self._watched)) else ""
         return (
             f"This page has lost the kernel of {name}: ortlab.open_run({name!r}) shows what became "
             f"of it{resumed}."
         )
+
+
+def _continues(watched: Watched) -> str:
+    """Return what continues a run after the end of its kernel; "" if nothing of ortlab does."""
+    from ortlab.training.loop_run import LoopRun  # heavy: torch
+    from ortlab.training.run import Run
+
+    if isinstance(watched, Run):
+        cells = "the cells that load ortlab and create its model and data"
+        return f"%ort resume {watched.name} continues it, after you run {cells} again"
+    if isinstance(watched, LoopRun) and watched.saves_checkpoints:
+        call = f"ortlab.track(model, optimizer=..., resume_from={watched.name!r})"
+        return f"{call} continues it from its last checkpoint"
+    return ""
 
 
 _views: weakref.WeakSet[RunView] = weakref.WeakSet()

@@ -34,10 +34,15 @@ const ENDED = new Set(["restarting", "autorestarting", "terminating", "dead"]); 
  * JupyterLab's widget manager has the kernel's connection; other front ends do not tell.
  */
 export function whenKernelEnds(model, ended) {
-  const states = model.widget_manager?.kernel?.statusChanged;
+  const kernel = model.widget_manager?.kernel;
   const hear = (_, state) => ENDED.has(state) && ended();
-  states?.connect(hear);
-  return () => states?.disconnect(hear);
+  const lost = () => ended(); // "Shut Down Kernel" disposes of the connection without another state
+  kernel?.statusChanged?.connect(hear);
+  kernel?.disposed?.connect(lost);
+  return () => {
+    kernel?.statusChanged?.disconnect(hear);
+    kernel?.disposed?.disconnect(lost);
+  };
 }
 
 /** Disables a view whose kernel has ended, and says so above it. */

@@ -63,7 +63,8 @@ class Store extends EventTarget {
     }
     this.number = number;
     this.progress = { state, step, total, elapsed, left };
-    if (this.asked && state !== this.asked.from) this.asked = null;
+    const again = state === "paused" && message.k?.some(([kind]) => kind === "pause"); // resumed, and paused once more
+    if (this.asked && (state !== this.asked.from || again)) this.asked = null;
     if (message.i) this.info = { ...this.info, ...message.i };
     if (message.m) this.series.append(buffers[0], message.m);
     if (message.e) this.series.evaluations.push(...message.e);
@@ -293,8 +294,8 @@ class View {
   #gone() {
     const name = this.store.model.get("name");
     if (!name) return "The kernel has ended, and the loop with it.";
-    const resume = this.interactive ? `, %ort resume ${name} continues it` : `, ortlab.open_run("${name}") shows its charts`;
-    return `The kernel has ended, and the run with it. %ort runs says what became of it${resume}.`;
+    const next = this.store.model.get("continues") || `ortlab.open_run("${name}") shows its charts`;
+    return `The kernel has ended, and the run with it. %ort runs says what became of it; ${next}.`;
   }
 
   #drawInfo(info) {
