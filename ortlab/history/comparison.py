@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +14,7 @@ from ortlab.history.listing import FIELDS, figure, live_entry
 from ortlab.history.live_run import LiveRun
 from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import NAN
+from ortlab.metrics.user_metrics import direction
 from ortlab.settings import FinetuneSettings
 from ortlab.utils.tables import Column, Table, escaped
 
@@ -25,6 +27,8 @@ _RESULTS: Final = (
 _LONGEST: Final = 60
 _NAMED: Final = 2
 """Number of settings in the label of a run."""
+_BEST: Final = " *"
+"""Mark of the best run by a metric."""
 _SHORT: Final = 24
 """Maximum length of a value in the label of a run."""
 
@@ -112,6 +116,8 @@ class RunComparison:
                 for place, run in enumerate(self.runs)
             ),
         ]
+        if any(_BEST in value for each in found if each.part == "result" for value in each.values):
+            same.append("* best of these runs")
         return Table(found, columns, notes=same)
 
     def __repr__(self) -> str:
@@ -139,12 +145,20 @@ def _evaluations(entries: Sequence[RunEntry]) -> list[Difference]:
         for entry in entries
     ]
     names = dict.fromkeys(name for each in scores for name in each)
-    found = {name: tuple(figure(each.get(name, NAN)) for each in scores) for name in names}
+    found = {name: _marked(name, [each.get(name, NAN) for each in scores]) for name in names}
     return [
         Difference("result", f"evaluation {name} (best)", values)
         for name, values in found.items()
         if set(values) != {"-"}
     ]
+
+
+def _marked(name: str, values: Sequence[float]) -> tuple[str, ...]:
+    """Return the values of a metric as text, the best of several with a mark."""
+    known = [value for value in values if not math.isnan(value)]
+    way = direction(name)
+    best = None if way is None or len(known) < 2 else max(known) if way == "max" else min(known)
+    return tuple(f"{figure(value)}{_BEST if value == best else ''}" for value in values)
 
 
 def _differing(part: str, values: Sequence[Mapping[str, Any]]) -> list[Difference]:

@@ -18,7 +18,7 @@ FAILED_SHOWN = 3
 """Number of lines about failed metrics that views show."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Scores of a model on held-out data.
 
@@ -49,6 +49,9 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """All scores by name."""
         return {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}
+
+    def __repr__(self) -> str:
+        return f"Evaluation(step {self.step:,}: {self})"
 
     def __str__(self) -> str:
         hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"

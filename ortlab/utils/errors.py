@@ -148,12 +148,14 @@ def users_line(frames: Iterable[FrameType]) -> str | None:
         frames: Stack frames, the innermost first.
 
     Returns:
-        The line as text (see `place`) with the name of its function, or None if no frame is the
-        user's.
+        The line as text, such as "cell 2, line 9: return torch.log(x), in forward", or None if no
+        frame is the user's.
     """
     for frame in frames:
-        if _is_users(frame.f_code.co_filename):
-            return f"{place(frame.f_code.co_filename, frame.f_lineno)}, in {frame.f_code.co_name}"
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if _is_users(file):
+            where = short_place(file, line) if _CELL.match(file) else f"{file}:{line}"
+            return f"{_with_code(where, file, line)}, in {frame.f_code.co_name}"
     return None
 
 
@@ -164,8 +166,11 @@ def place(file: str, line: int) -> str:
         file: File of the code. A notebook cell is shown without a file name.
         line: Line number, starting at 1.
     """
+    return _with_code(f"cell line {line}" if _CELL.match(file) else f"{file}:{line}", file, line)
+
+
+def _with_code(where: str, file: str, line: int) -> str:
     code = linecache.getline(file, line).strip()
-    where = f"cell line {line}" if _CELL.match(file) else f"{file}:{line}"
     return f"{where}: {code}" if code else where
 
 

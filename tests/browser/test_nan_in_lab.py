@@ -107,7 +107,7 @@ def test_a_bug_in_forward_and_a_learning_rate_are_named(
     book.run_cell(3)
     told = re.compile(
         r"NotFinite: the loss became NaN at step 1: the output of Odds is the first NaN value, "
-        r"from torch\.log at cell line \d+: return torch\.log"
+        r"from torch\.log at cell \d+, line \d+: return torch\.log"
     )
     expect(book.cell(3).locator(".ortlab-history")).to_contain_text(told)
     book.cell(3).scroll_into_view_if_needed()

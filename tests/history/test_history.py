@@ -690,8 +690,21 @@ def test_a_comparison_tells_what_differs_and_nothing_else(trained: Any) -> None:
     text = curves.text(comparison)
     assert text.count(comparison.labels[0]) >= 4
     best = trained[0].result().best
-    assert found["result", "evaluation loss (best)"][0] == f"{best.loss:.4g}"
-    assert found["result", "evaluation accuracy (best)"][0] == f"{best.accuracy:.4g}"
+    other = trained[1].result().best
+    losses, hits = (found["result", f"evaluation {each} (best)"] for each in ("loss", "accuracy"))
+    assert [each.removesuffix(" *") for each in losses] == [
+        f"{each.loss:.4g}" for each in (best, other)
+    ]
+    assert [" *" in each for each in losses] == [
+        best.loss <= other.loss,
+        other.loss <= best.loss,
+    ]
+    assert hits[0].removesuffix(" *") == f"{best.accuracy:.4g}"
+    assert [" *" in each for each in hits] == [
+        best.accuracy >= other.accuracy,
+        other.accuracy >= best.accuracy,
+    ]
+    assert "* best of these runs" in repr(comparison)
     assert "Throughput" in text
     data, _ = comparison_view.bundle(comparison)
     assert 'src="data:image/png;base64,' in data["text/html"]

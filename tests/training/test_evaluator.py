@@ -103,3 +103,4 @@ def test_what_is_shown_of_an_evaluation() -> None:
     values = {"loss": 0.5, "accuracy": math.nan, "f1": 0.25, "failed": math.nan}
     found = Evaluation.of(3, values | {f"m{i}": float(i) for i in range(7)})
     assert str(found) == "loss 0.5, f1 0.25, m0 0, m1 1, m2 2, m3 3, m4 4, 2 more"
+    assert repr(Evaluation(1200, 0.25)) == "Evaluation(step 1,200: loss 0.25)"
