@@ -326,6 +326,7 @@ class Trainer:
             except NotFinite as error:
                 if not self._skip_not_finite(error, group, made=made):
                     return
+                self._evaluate_if_due()
                 continue
             if not state.done:
                 self._checkpoints.save_if_due()
@@ -335,8 +336,7 @@ class Trainer:
             if (written := self._written()) > self._told_written:
                 self._told_written = written
                 self.call_back("on_checkpoint")
-            if not state.done and self._evaluation_due():
-                self._evaluator.evaluate()
+            self._evaluate_if_due()
         if state.step == 0 and not self._control.stopping:
             raise ValueError("the training data is empty: it yielded no batch")
 
@@ -458,6 +458,10 @@ class Trainer:
         span = f"step {first}" if first == made else f"steps {first} to {made}"
         state.tell("note", f"{span} changed no weights; the run continues after that")
         return True
+
+    def _evaluate_if_due(self) -> None:
+        if not self._state.done and self._evaluation_due():
+            self._evaluator.evaluate()
 
     def _evaluation_due(self) -> bool:
         every = self.settings.checkpoint.eval_steps

@@ -656,6 +656,21 @@ def test_data_that_is_nan_is_skipped_in_each_epoch_after_one_pause(own_batches: 
     assert SavedRun(run.folder).error is None
 
 
+def test_an_evaluation_that_is_due_at_a_skipped_step_is_made() -> None:
+    table = Table()
+    table.inputs[:, 2] = math.nan
+    batches = [*DataLoader(Table(), batch_size=4)][:3]
+    batches.insert(2, next(iter(DataLoader(table, batch_size=4))))
+    chosen = {name: value for name, value in CHOSEN.items() if name != "batch_size"}
+    chosen |= {"eval_dataset": Table(), "eval_steps": 3}
+    run = ortlab.finetune(network(), batches, hold=True, **chosen)
+    with pytest.raises(NotFinite):
+        run.result(HANGS_S)
+    run.resume()
+    assert run.result(HANGS_S).steps == 8
+    assert [each.step for each in run.evaluations][:2] == [0, 3]
+
+
 def test_data_that_is_nan_elsewhere_pauses_again_unless_all_is_skipped() -> None:
     table = Table()
     table.inputs[[3, 17, 29, 41], 2] = math.nan
