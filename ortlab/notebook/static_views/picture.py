@@ -178,7 +178,7 @@ def _write(figure: Figure, x: float, y: float, line: tuple[str, str, str]) -> No
 
 def _style(axes: Axes) -> None:
     axes.tick_params(colors=TEXT, labelsize=FONT, length=3)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

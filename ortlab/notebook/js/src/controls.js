@@ -76,6 +76,6 @@ export class Controls {
     const { data, evaluations } = this.series;
     const steps = [data[0][0], data[0].at(-1), evaluations[0]?.[0], evaluations.at(-1)?.[0]].filter((step) => step !== undefined);
     const [low, high] = [Math.min(...steps), Math.max(...steps)].map((step) => this.series.place(step, this.axis));
-    return low === high ? [low - 1, high + 1] : [low, high];
+    return low === high ? [Math.max(low - 1, 0), high + 1] : [low, high];
   }
 }
