@@ -117,13 +117,12 @@ def _took(entry: RunEntry) -> str:
 
 def _said(entry: RunEntry) -> str:
     """Return tags, continuation, and the last note or error, shortened."""
-    parts = [f"#{tag}" for tag in entry.tags.split()]
-    if entry.resumed:
-        parts.append(entry.resumed)
+    tags = [f"#{tag}" for tag in entry.tags.split()]
+    parts = [entry.resumed] if entry.resumed else []
     if _waits(entry):
         parts.append(f"{entry.resume} continues it")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
-    said = " ".join(parts)
+    said = " ".join([*tags, "; ".join(parts)])
     return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
 
 

@@ -5,6 +5,7 @@ It is drawn without pyplot, which has global state and is not thread-safe.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -68,7 +69,13 @@ def png(watched: Watched) -> bytes:
     below = BELOW_IN + rank_picture.height_in(standing)
     scored = _scored(watched.recorder)
     drawn = len(rows) > 0  # a run that failed at its start has nothing to draw
-    charts_in = (2 * drawn + bool(scored)) * CHART_IN
+    shown = [
+        name
+        for name in plain_text.TITLES
+        if plain_text.known_columns(name, rows)
+        or (drawn and name == "loss" and _evaluation_losses(watched.recorder))
+    ]
+    charts_in = (math.ceil(len(shown) / 2) + bool(scored)) * CHART_IN
     below = below if drawn else 0.1
     width, height = WIDTH_IN, below + charts_in + LINE_IN * len(heading)
     figure = Figure(figsize=(width, height), dpi=DPI)
@@ -80,7 +87,7 @@ def png(watched: Watched) -> bytes:
     top = below + charts_in
     for index, line in enumerate(heading):
         _write(figure, 0.1 / width, (top + (len(heading) - index - 0.5) * LINE_IN) / height, line)
-    for index, name in enumerate(plain_text.TITLES if drawn else ()):
+    for index, name in enumerate(shown):
         row, column = divmod(index, 2)
         left, bottom = column * width / 2 + 0.7, top - (row + 1) * CHART_IN + 0.5
         axes = place(left, bottom, width / 2 - 1.4, CHART_IN - 0.85)
@@ -224,9 +231,7 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
     axes.set_title(right, color=TEXT, fontsize=FONT + 0.5, loc="right", y=1.0)
     told = f"step ({plain_text.RATED})" if name == "throughput" else "step"
     axes.set_xlabel(told, color=TEXT, fontsize=FONT)
-    if not lines:
-        axes.text(0.5, 0.5, "no values", color=TEXT, ha="center", transform=axes.transAxes)
-    elif len(lines) > 1:
+    if len(lines) > 1:
         axes.legend(handles=lines, fontsize=FONT - 0.5, labelcolor=TEXT, frameon=False)
 
 
@@ -270,12 +275,17 @@ def _size(name: str, columns: list[Column], rows: Rows) -> int:
     return plain_text.GIB if _unit(columns, rows) == "GiB" else plain_text.MIB
 
 
-def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
-    points = [
+def _evaluation_losses(recorder: Recorder) -> list[tuple[int, float]]:
+    """Return the steps and losses of the evaluations whose loss is finite."""
+    return [
         (event.step, event.values["loss"])
         for event in recorder.events("eval")
         if np.isfinite(event.values.get("loss", np.nan))
     ]
+
+
+def _evaluations(axes: Axes, recorder: Recorder) -> list[Line2D]:
+    points = _evaluation_losses(recorder)
     if not points:
         return []
     steps, losses = zip(*points, strict=True)

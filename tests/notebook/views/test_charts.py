@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -323,10 +324,10 @@ def test_text_tells_a_change(run: Still) -> None:
 
 
 def test_picture_marks_a_change_in_every_chart_and_tells_it_above(run: Still) -> None:
-    run.advance(80)
+    run.advance(80, peak_bytes=plain_text.GIB)
     plain = pixels(charts.picture(run))
     change(run, "precision=bf16 (was fp32)")
-    run.advance(80)
+    run.advance(80, peak_bytes=plain_text.GIB)
     marked = pixels(charts.picture(run))
     assert marked.shape[0] == plain.shape[0] + round(0.24 * 192), "a line of heading more"
     violet = np.abs(marked[:, :, :3] - np.array([0x8C, 0x62, 0xD9]) / 255).max(axis=2) < 0.05
@@ -456,6 +457,25 @@ def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
     assert [line.get_label() for line in rate.lines] == ["learning rate"]
     assert scale.lines[0].get_ydata().tolist() == [2.0**16] * 2 + [2.0**15] * 2
     assert rate.get_title("right") == "loss scale"
+
+
+def test_a_run_that_failed_in_its_first_step_has_no_empty_charts(
+    run: Still, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, draw = [], picture._draw
+
+    def noted(axes: Any, name: str, *data: Any) -> None:
+        drawn.append(name)
+        draw(axes, name, *data)
+        assert axes.lines
+
+    monkeypatch.setattr(picture, "_draw", noted)
+    run.recorder.add(Sample(step=1, loss=math.nan, lr=1e-4, samples=8, step_ms=4.0))
+    picture.png(run)
+    assert drawn == ["lr"]
+    run.recorder.event(Event("eval", 0, 0.0, "loss 1", {"loss": 1.0}))
+    picture.png(run)
+    assert drawn[1:] == ["loss", "lr"]
 
 
 def test_a_long_badge_is_whole_in_the_picture(run: Still) -> None:
