@@ -100,10 +100,11 @@ class RunView:
         return self._record.folder.name
 
     def _told_error(self) -> str | None:
-        held = self._progress.control.held
-        if held is not None and held.what:
-            return "\n".join(concise(self.pause_error(held)))
-        return None if held is not None else self._record.told_error
+        progress, held = self._progress, self._progress.control.held
+        if held is not None:
+            return "\n".join(concise(self.pause_error(held))) if held.what else None
+        ends = progress.error is not None or progress.control.stopping
+        return self._record.told_error if ends else None  # not that of a pause that is beginning
 
     def _left_s(self, *, over: bool) -> float | None:
         progress, recorder = self._progress, self._record.recorder

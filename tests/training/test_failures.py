@@ -37,7 +37,7 @@ from ortlab.notebook.static_views import plain_text
 from ortlab.session import session
 from ortlab.settings import FinetuneSettings
 from ortlab.training import data_loading, memory_advice, run_worker
-from ortlab.training.control import PauseReason
+from ortlab.training.control import Control, PauseReason
 from ortlab.training.failures import FailureHandler, FailurePolicy, typed
 from ortlab.training.run import Run
 from ortlab.training.run_progress import SLOW_READ_S
@@ -654,6 +654,25 @@ def test_data_that_is_nan_is_skipped_in_each_epoch_after_one_pause(own_batches: 
     assert line in run.status().lines
     assert line in SavedRun(run.folder).status().lines
     assert SavedRun(run.folder).error is None
+
+
+def test_a_run_has_no_error_before_its_pause_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str | None]] = []
+    started, hold = threading.Event(), Control.hold
+
+    def looked(control: Control, reason: PauseReason) -> None:
+        assert started.wait(HANGS_S)
+        seen.append((run.status().state, run.status().error))
+        hold(control, reason)
+
+    monkeypatch.setattr(Control, "hold", looked)
+    table = Table()
+    table.inputs[17, 2] = math.nan
+    run = ortlab.finetune(network(), table, hold=True, **CHOSEN)
+    started.set()
+    with pytest.raises(NotFinite):
+        run.result(HANGS_S)
+    assert seen == [("running", None)]
 
 
 def test_an_evaluation_that_is_due_at_a_skipped_step_is_made() -> None:
