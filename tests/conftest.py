@@ -50,7 +50,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("slow")
     if name.startswith(PLAIN):
         item.add_marker("plain")
-    again = name.startswith(RULES) or (place in OF_ORT and re.search(r"\[ort[-\]]", name))
+    again = name.startswith(RULES) or (place in OF_ORT and re.search(r"\[(ort|compile)[-\]]", name))
     if name.startswith((*FROZEN, *LENGTHY)) or (again and WITH_TRAINING):
         item.add_marker("nightly")
 

@@ -115,14 +115,16 @@ RULES = (
     "graph/test_source_lines.py",
     "notebook/test_kernel.py",
     "test_keras.py",
+    "test_notebooks.py::test_finetune_bert_beats_the_majority",
     "test_notebooks.py::test_runs_whole[02_",
     "test_notebooks.py::test_runs_whole[04_",
+    "test_notebooks.py::test_turn_the_knobs_changes_a_run_and_settles_on_settings",
     "zoo/test_sweep.py",
 )
 """Tests of `PLAIN` that run with the session of onnxruntime-training in `make nightly` alone."""
 
 OF_ORT = ("engines/test_contract.py", "test_torch_ort.py")
-"""Files whose tests of engine ``ort`` do so, too."""
+"""Files whose tests of the engines ``ort`` and ``compile`` do so, too."""
 
 FROZEN = (
     "engines/ortmodule/compat/test_patches.py",
@@ -135,9 +137,12 @@ FROZEN = (
 
 LENGTHY = (
     "bench/test_bench.py::test_all_engines_by_the_command",
+    "browser/test_charts_in_lab.py::test_a_kernel_that_says_nothing_is_told",
     "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
     "engines/test_fuzz.py::test_random_graphs_are_right_or_refused",
-    "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[seq",
+    "engines/distributed/test_pipeline_parallel.py::test_four_ranks_are_one_process[data x stages",
+    "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[",
+    "training/test_resume.py::test_a_file_that_counts_micro_batches_is_read[a loader that shuffles ",
     "training/test_resume.py::test_the_place_in_the_data_is_found_again[workers that stay, a gen",
 )
-"""Further tests that run in `make nightly` alone, each longer than half a minute."""
+"""Further tests that run in `make nightly` alone, each longer than a third of a minute."""

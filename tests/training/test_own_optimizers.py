@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
+from ortlab.engines.base import NotFinite
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training import settings_preview
@@ -316,7 +317,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
     calls: list[None] = []
     model, other = net(), net()
     own = sgd(model.parameters())
-    with pytest.raises(Exception, match="not finite"):
+    with pytest.raises(NotFinite, match=r"the loss became NaN at step 7 .*, in breaks"):
         train(model, own, loss=breaks, schedule="constant")
     plain(other, sgd(other.parameters()), None, steps=6)
     assert torch.equal(weights(model), weights(other))
@@ -447,7 +448,7 @@ def test_a_run_is_resumed_exactly_in_a_new_process() -> None:
         run, model = course(name, callbacks=Saves())
         run.result(HANGS_S)
         whole[name] = weights(model).tolist()
-        (path,) = [each.path for each in run.checkpoints if each.name == "last-10"]
+        (path,) = [each.path for each in run.checkpoints if each.name == "step-10"]
         kept[name] = str(path)
     code = (
         "import json, sys; from tests.training import test_own_optimizers as t;"
