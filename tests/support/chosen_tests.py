@@ -142,7 +142,7 @@ LENGTHY = (
     "engines/test_fuzz.py::test_random_graphs_are_right_or_refused",
     "engines/distributed/test_pipeline_parallel.py::test_four_ranks_are_one_process[data x stages",
     "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[",
-    "training/test_resume.py::test_a_file_that_counts_micro_batches_is_read[a loader that shuffles ",
+    "training/test_resume.py::test_a_file_that_counts_micro_batches_is_read[a loader that shuffles",
     "training/test_resume.py::test_the_place_in_the_data_is_found_again[workers that stay, a gen",
 )
 """Further tests that run in `make nightly` alone, each longer than a third of a minute."""
