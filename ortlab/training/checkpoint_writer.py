@@ -168,14 +168,25 @@ class CheckpointWriter:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        else:
+            self._work()  # what waits, if no thread could be started
 
     def _ask(self, name: str, taken: Checkpoint, many: int) -> None:
         with self._changed:
             self._waiting[name] = (taken, many)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = Thread(self._work, name="ortlab-checkpoints")
-                self._thread.start()
+                self._start(taken.position.step)
+
+    def _start(self, step: int) -> None:
+        thread = Thread(self._work, name="ortlab-checkpoints")
+        try:
+            thread.start()
+        except RuntimeError as error:  # no memory for its stack, as after a step that did not fit
+            told = f"no checkpoint of step {step} yet: {error}; the run continues and tries again"
+            self._tell("warning", told)
+        else:
+            self._thread = thread
 
     def _work(self) -> None:
         while True:

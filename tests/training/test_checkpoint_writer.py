@@ -19,7 +19,7 @@ from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.evaluation import Evaluation, Goal, goal
 from ortlab.metrics.recorder import INDEX, Event
 from ortlab.session import session
-from ortlab.training import resume
+from ortlab.training import checkpoint_writer, resume
 from ortlab.training.checkpoint_writer import CheckpointSchedule, CheckpointWriter
 from ortlab.training.run import Run
 from ortlab.utils.weak_list import Recent
@@ -121,6 +121,27 @@ def test_a_slow_disk_gets_the_newest_and_nobody_waits(home: Path, taken: Any) ->
     turns.give()
     keeping.close()
     assert names(folder.path) == {"last-1", "last-4"}
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_thread_for_which_there_is_no_memory_fails_no_run(
+    home: Path, taken: Any, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    def no_memory(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: list[tuple[Any, ...]] = []
+    folder = RunFolder.create()
+    keeping = CheckpointWriter(folder, first=lambda: None, tell=lambda *event: told.append(event))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer.Thread, "start", no_memory)
+        keeping.keep(taken(1), 9)
+    said = "no checkpoint of step 1 yet: can't start new thread; the run continues and tries again"
+    assert told == [("warning", said)]
+    if recovers:
+        keeping.keep(taken(2), 9)
+    keeping.close()
+    assert names(folder.path) == {"last-2" if recovers else "last-1"}
 
 
 def test_a_run_keeps_by_steps_and_its_end_counts(home: Path) -> None:

@@ -993,7 +993,7 @@ def scarce(engine: str, more_mib: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_a_step_that_does_not_fit_is_survived_with_smaller_micro_batches() -> None:
-    scarce("eager", 60)
+    scarce("eager", 80)
 
 
 @NEEDS_ORT
@@ -1011,7 +1011,7 @@ def test_so_is_one_in_todays_onnxruntime() -> None:
 @NEEDS_ORT
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS")
-@pytest.mark.parametrize("more_mib", range(50, 70, 2))
+@pytest.mark.parametrize("more_mib", range(70, 90, 2))
 @pytest.mark.parametrize("engine", ["eager", "ort", "ortmodule", "ort_fused"])
 def test_ten_of_ten_are_survived(engine: str, more_mib: int) -> None:
     scarce(engine, more_mib)
