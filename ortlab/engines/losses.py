@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -9,46 +11,25 @@ from ortlab.engines.base import LossFunction
 from ortlab.settings import LOSSES, unknown_name
 
 
-def mse_loss(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error.
+def _of_one_shape(name: str, function: LossFunction) -> LossFunction:
+    """Return a loss that refuses targets of another shape, which torch broadcasts."""
 
-    Args:
-        predictions: Predictions of any shape.
-        targets: Targets of the same shape.
+    @functools.wraps(function)
+    def loss(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if predictions.shape != targets.shape:
+            raise ValueError(
+                f"loss={name!r} needs targets of the shape of the predictions, "
+                f"{[*predictions.shape]}, not {[*targets.shape]}"
+            )
+        return function(predictions, targets)
 
-    Raises:
-        ValueError: If the shapes differ. PyTorch broadcasts them, with a warning.
-    """
-    _check_shapes("mse", predictions, targets)
-    return functional.mse_loss(predictions, targets)
-
-
-def l1_loss(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean absolute error.
-
-    Args:
-        predictions: Predictions of any shape.
-        targets: Targets of the same shape.
-
-    Raises:
-        ValueError: If the shapes differ. PyTorch broadcasts them, with a warning.
-    """
-    _check_shapes("l1", predictions, targets)
-    return functional.l1_loss(predictions, targets)
-
-
-def _check_shapes(name: str, predictions: torch.Tensor, targets: torch.Tensor) -> None:
-    if predictions.shape != targets.shape:
-        raise ValueError(
-            f"loss={name!r} needs targets of the shape of the predictions, "
-            f"{[*predictions.shape]}, not {[*targets.shape]}"
-        )
+    return loss
 
 
 _LOSS_FUNCTIONS: dict[str, LossFunction] = {
     "cross_entropy": functional.cross_entropy,
-    "mse": mse_loss,
-    "l1": l1_loss,
+    "mse": _of_one_shape("mse", functional.mse_loss),
+    "l1": _of_one_shape("l1", functional.l1_loss),
     "bce_with_logits": functional.binary_cross_entropy_with_logits,
 }
 

@@ -142,7 +142,7 @@ class _Operations(TorchFunctionMode):
         self.last = ""
         """The operator with its line, to complete a sentence; "" for none."""
         self.in_code = False
-        """Whether that is a line of the user's code."""
+        """True if the line is in the user's code."""
         self.noting = True
 
     def __torch_function__(

@@ -17,6 +17,7 @@ from ortlab.metrics.recorder import NAN
 from ortlab.metrics.user_metrics import direction
 from ortlab.settings import FinetuneSettings
 from ortlab.utils.tables import Column, Table, escaped
+from ortlab.utils.wording import shortened
 
 MOST: Final = 8
 """Maximum number of runs whose curves can be distinguished."""
@@ -85,7 +86,7 @@ class RunComparison:
         found = [each for each in found if each.name in declared]
         found.sort(key=lambda each: not declared[each.name].common)
         told = [
-            f"{declared[each.name].alias or each.name} {_shortened(each.values[place], _SHORT)}"
+            f"{declared[each.name].alias or each.name} {shortened(each.values[place], _SHORT)}"
             for each in found[:_NAMED]
         ]
         more = ["…"] if found[_NAMED:] else []
@@ -101,9 +102,10 @@ class RunComparison:
             if not any(each.part == part for each in found)
         ]
         entries = [_entry(run) for run in self.runs]
+        evaluations = _evaluations(entries)
         for field in FIELDS:
             if field.key == "held_out_loss":
-                found += _evaluations(entries)
+                found += evaluations
             elif field.head in _RESULTS:
                 values = tuple(field.text(entry) for entry in entries)
                 if set(values) - {"-", ""}:
@@ -116,7 +118,7 @@ class RunComparison:
                 for place, run in enumerate(self.runs)
             ),
         ]
-        if any(_BEST in value for each in found if each.part == "result" for value in each.values):
+        if any(value.endswith(_BEST) for each in evaluations for value in each.values):
             same.append("* best of these runs")
         return Table(found, columns, notes=same)
 
@@ -176,8 +178,4 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     text = f"{value:g}" if isinstance(value, float) else value
-    return _shortened(text if isinstance(text, str) else json.dumps(text), _LONGEST)
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+    return shortened(text if isinstance(text, str) else json.dumps(text), _LONGEST)

@@ -16,6 +16,7 @@ from ortlab.history.live_run import LiveRun
 from ortlab.settings import RUN_SORTS, HistorySettings
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
+from ortlab.utils.wording import shortened
 
 SHOWN: Final = 50
 """Rows of a table as text or on paper, if no limit is given."""
@@ -122,8 +123,7 @@ def _said(entry: RunEntry) -> str:
     if _waits(entry):
         parts.append(f"{entry.resume} continues it")
     parts += [line.strip() for line in (entry.note or entry.error).splitlines()[:1]]
-    said = " ".join([*tags, "; ".join(parts)])
-    return said if len(said) <= _NOTE else f"{said[: _NOTE - 1]}…"
+    return shortened(" ".join([*tags, "; ".join(parts)]), _NOTE)
 
 
 def _waits(entry: RunEntry) -> bool:

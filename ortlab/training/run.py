@@ -221,7 +221,7 @@ class Run(StoredRun):
 
     @property
     def resumed(self) -> str:
-        """Where the run resumes from, such as "continues run-3 from step 40"; "" for a new run."""
+        """Description of the start, such as "continues run-3 from step 40"; "" for a new run."""
         return self._record.resumed
 
     @property

@@ -57,7 +57,7 @@ class RunRecord:
         self.earlier = earlier
         """Run that this one continues; None for a new one."""
         self.resumed = resumed
-        """Where the run resumes from, in words; "" for a new run."""
+        """Description of the checkpoint that the run resumes from; "" for a new run."""
         self.kind = type(model).__name__
         """Class of the model."""
         self.meter: Meter | None = None

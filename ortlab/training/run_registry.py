@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
         @property
         def resumed(self) -> str:
-            """Where the run resumes from, in words; "" for a new run."""
+            """Description of the checkpoint that the run resumes from; "" for a new run."""
             ...
 
         @property

@@ -127,7 +127,7 @@ class TrainerRun(StoredRun):
         self.error: BaseException | None = None
         """Error that ``train`` raised, if it is known."""
         self.resumed = resumed or (f"resumed from a checkpoint at step {step:,}" if step else "")
-        """Where the run resumes from, in words; "" for a new run."""
+        """Description of the checkpoint that the run resumes from; "" for a new run."""
         self._kind, self._where, self._call = model.__class__.__name__, where, call
         self._model = weakref.ref(model)
         self._engine = wrapped_model(model)

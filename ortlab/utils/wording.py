@@ -28,6 +28,16 @@ def ordinal(place: int) -> str:
     return _ORDINALS[place] if place < len(_ORDINALS) else f"{place + 1}th"
 
 
+def shortened(text: str, length: int) -> str:
+    """Return a text, with an ellipsis in place of what exceeds a length.
+
+    Args:
+        text: The text.
+        length: Maximum number of characters, the ellipsis included.
+    """
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 FEW: Final = 3
 """Number of names that a sentence lists."""
 

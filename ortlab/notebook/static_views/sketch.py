@@ -15,6 +15,7 @@ from typing import Final
 from ortlab.graph.capture import Stage
 from ortlab.graph.module_tree import Module, Outline
 from ortlab.utils.svg_bars import PAPER, TEXT
+from ortlab.utils.wording import shortened
 
 ROWS: Final = 24
 """Maximum number of rows of a picture, as far as folding allows."""
@@ -166,7 +167,7 @@ def svg(picture: Sketch) -> str:
 def _box(row: Row, x: int, y: int, phase: str) -> str:
     color = _FILL[phase]
     count = row.counts[phase]
-    label = row.label if len(row.label) <= _LABEL else f"{row.label[: _LABEL - 1]}…"
+    label = shortened(row.label, _LABEL)
     return (
         f'<g><title>{html.escape(row.label)}</title><rect x="{x}" y="{y}" width="{_BOX}" '
         f'height="{_HIGH}" rx="4" fill="{color}" fill-opacity="0.1" stroke="{color}"/>'

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from ortlab.notebook.static_views import curves, drawing, plain_text
 from ortlab.notebook.static_views.drawing import COLORS, draws
 from ortlab.notebook.static_views.picture import DPI, FONT, GRID, TEXT
+from ortlab.utils.wording import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,7 +117,7 @@ def _draw(axes: Axes, chart: curves.Chart, comparison: RunComparison) -> list[Li
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(GRID)
-    title = chart.title if len(chart.title) <= _TITLE else f"{chart.title[: _TITLE - 1]}…"
+    title = shortened(chart.title, _TITLE)
     axes.set_title(title, color=TEXT, fontsize=FONT + 0.5, loc="left", y=1.0, parse_math=False)
     told = f"{chart.across} ({plain_text.RATED})" if chart == curves.THROUGHPUT else chart.across
     axes.set_xlabel(told, color=TEXT, fontsize=FONT)

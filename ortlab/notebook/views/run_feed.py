@@ -11,6 +11,7 @@ import numpy as np
 from ortlab.metrics.evaluation import scores
 from ortlab.metrics.recorder import COLUMNS, INDEX, merged
 from ortlab.metrics.setting_changes import Change, changes
+from ortlab.utils.wording import shortened
 
 if TYPE_CHECKING:
     from ortlab.metrics.recorder import Rows, Status, Watched
@@ -184,7 +185,7 @@ class Feed:
         fresh = [event for event in events if event.time_s > self._marked_s][-WHOLE_MARKS:][:most]
         if fresh:
             self._marked_s = fresh[-1].time_s
-        return [[event.kind, event.step, _clipped(event.text, MARK_LETTERS)] for event in fresh]
+        return [[event.kind, event.step, shortened(event.text, MARK_LETTERS)] for event in fresh]
 
     def _changed(self, most: int | None) -> list[list[Any]]:
         """Return those of the next `most` settings changes that the browser does not have yet."""
@@ -217,13 +218,9 @@ def _info(title: str, status: Status) -> dict[str, Any]:
 
 
 def _change(change: Change) -> list[Any]:
-    text = _clipped(change.text, CHANGE_LETTERS)
+    text = shortened(change.text, CHANGE_LETTERS)
     figures = (change.cost_s, *change.samples_per_s, *change.memory_bytes)
     return [change.number, change.step, text, *map(_json, figures)]
-
-
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _json(value: float) -> float | None:
