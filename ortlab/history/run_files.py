@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -97,7 +98,7 @@ class StoredRun:
                 written = datetime.datetime.fromtimestamp(path.stat().st_mtime).astimezone()
                 name = path.name.removesuffix(".safetensors")
                 found.append(StoredCheckpoint(name, path, size, written))
-        found.sort(key=lambda each: (each.time, each.name))
+        found.sort(key=lambda each: (each.time, *_order(each.name)))
         return Table(found, _COLUMNS, empty=f"{self.name} has no checkpoint")
 
     def weights(self, checkpoint: str = "best") -> dict[str, Any]:
@@ -244,3 +245,9 @@ _COLUMNS: Final = (
     Column[StoredCheckpoint]("written", lambda each: f"{each.time:%Y-%m-%d %H:%M:%S}"),
     Column[StoredCheckpoint]("file", lambda each: str(each.path)),
 )
+
+
+def _order(name: str) -> tuple[bool, int]:
+    """Return the order of checkpoints whose files have the same time, in ticks of the system."""
+    number = re.search(r"\d*$", name)
+    return name == "final", int(number[0] or 0) if number else 0

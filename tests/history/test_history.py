@@ -515,6 +515,17 @@ def test_a_run_that_goes_on_is_first_and_as_it_is_now(
         ortlab.compare_runs(run.name, kept(root).name)
 
 
+def test_checkpoints_of_the_same_tick_are_from_oldest_to_newest(root: Path) -> None:
+    folder = RunFolder(kept(root))
+    names = ["best", "last-9", "last-10", "final"]
+    for name in reversed(names):
+        path = folder.checkpoint_path(name)
+        path.write_bytes(b"")
+        os.utime(path, (1e9, 1e9))
+    os.utime(folder.checkpoint_path("best"), (1e9 + 1, 1e9 + 1))
+    assert [each.name for each in SavedRun(folder.path).checkpoints] == [*names[1:], "best"]
+
+
 def test_a_run_opened_again_is_the_run(trained: Any) -> None:
     live, past = trained[0], SavedRun(trained[0].folder)
     assert (past.name, past.state, past.error) == (live.name, "finished", None)
