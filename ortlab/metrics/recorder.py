@@ -477,6 +477,7 @@ class Recorder:
         self._totals = np.zeros(len(COLUMNS))
         self._rated = np.zeros(len(COLUMNS))  # of the steps whose rates are known
         self._events: list[Event] = []
+        self._event_count = 0
         self._outlets = [_Outlet(sink) for sink in sinks]
         self._of_rank = of_rank
         self.ranks: list[Recorder] = []
@@ -557,6 +558,12 @@ class Recorder:
         """Number of samples recorded so far."""
         self._absorb()
         return self._count
+
+    @property
+    def event_count(self) -> int:
+        """Number of events recorded so far, also of those that `events` has dropped."""
+        self._absorb()
+        return self._event_count
 
     @property
     def last(self) -> Sample | None:
@@ -705,9 +712,9 @@ class Recorder:
     def _absorb(self) -> None:
         """Move the queue into the series and the backlogs; any thread may call this."""
         with self._lock:  # also if the queue is empty: another thread may be moving what it had
-            items = [self._queue.popleft() for _ in range(len(self._queue))]
-            if not items:
+            if not self._queue:
                 return
+            items = [self._queue.popleft() for _ in range(len(self._queue))]
             events = [item for item in items if isinstance(item, Event)]
             samples = [item for item in items if isinstance(item, Sample)]
             rows = _rows(samples)
@@ -720,6 +727,7 @@ class Recorder:
 
     def _keep(self, rows: Rows, events: Sequence[Event]) -> None:
         self._events += events
+        self._event_count += len(events)
         while len(self._events) > self._capacity:
             del self._events[1::2]
         if len(rows):

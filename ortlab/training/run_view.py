@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from ortlab.metrics.evaluation import told_failed, told_last
 from ortlab.metrics.recorder import Status
@@ -15,6 +16,9 @@ from ortlab.training.run_record import RunRecord
 from ortlab.training.run_result import told_skipped
 from ortlab.utils.errors import concise, shorten
 from ortlab.utils.process_memory import memory
+
+_WORDS_S: Final = 0.5
+"""Time for which badges and lines may be old, as long as no event tells of a change."""
 
 
 class RunView:
@@ -42,6 +46,7 @@ class RunView:
         self._warnings = tuple(warnings)
         self._notes = tuple(notes)
         self._kept = kept
+        self._words: _Words | None = None
 
     def __repr__(self) -> str:
         progress = self._progress
@@ -67,14 +72,15 @@ class RunView:
         """
         progress, control = self._progress, self._progress.control
         held = control.held
+        badges, lines = self._recent_words(over=over)
         return Status(
             state=progress.state,
             step=progress.step,
             total_steps=progress.total,
             elapsed_s=progress.result.wall_s if progress.result else control.elapsed_s(),
             left_s=self._left_s(over=over),
-            badges=self._badges(over=over),
-            lines=self._lines(over=over),
+            badges=badges,
+            lines=lines,
             error=self._told_error(),
             advice="" if held is None else typed(held.advice),
         )
@@ -111,6 +117,18 @@ class RunView:
         if progress.total is None or over or recorder.count == 0:
             return None  # a resumed run is at a step before it has made one
         return (progress.total - progress.step) * recorder.mean("step_ms", 64) / 1e3
+
+    def _recent_words(self, *, over: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return badges and lines; most of a view's updates have new numbers alone."""
+        progress = self._progress
+        first = progress.step == 0  # its lines tell what the run is doing
+        key = progress.state, over, first, progress.control.held, self._record.recorder.event_count
+        words, now = self._words, time.perf_counter()
+        if first or words is None or words.key != key or now > words.until:
+            until = now + _WORDS_S
+            words = _Words(key, until, self._badges(over=over), self._lines(over=over))
+            self._words = words
+        return words.badges, words.lines
 
     def _badges(self, *, over: bool) -> tuple[str, ...]:
         progress, record = self._progress, self._record
@@ -161,3 +179,12 @@ class RunView:
             told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
             lines.append(f"cached for earlier settings: {told}")
         return tuple(lines)
+
+
+class _Words(NamedTuple):
+    """Badges and lines of a run until a time, as long as what they depend on stays the same."""
+
+    key: tuple[object, ...]
+    until: float
+    badges: tuple[str, ...]
+    lines: tuple[str, ...]

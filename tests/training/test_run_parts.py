@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ortlab.history.run_folder import RunFolder
-from ortlab.training import data_loading
+from ortlab.training import data_loading, run_view
 from ortlab.training.control import Control, PauseReason
 from ortlab.training.failures import FailurePolicy
 from ortlab.training.run_progress import RunProgress
@@ -87,6 +87,40 @@ def test_a_view_says_what_pauses_the_run(made: Made) -> None:
     assert "ValueError: bad data" in status.error
     assert made.view.pause_error(reason) is error
     assert len(error.__notes__) == 1, "the note is added once"
+
+
+def test_a_view_reads_words_again_after_news_or_a_while(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("ortlab.training.run_view.time.perf_counter", lambda: now[0])
+    read: list[int] = []
+
+    def kept() -> dict[str, int]:
+        read.append(1)
+        return {}
+
+    view = RunView(made.progress, made.record, kept=kept)
+    made.progress.last_step = 1
+
+    def reads() -> int:
+        read.clear()
+        assert view.status(over=False).step == made.progress.step
+        return len(read)
+
+    assert reads() == 1
+    made.progress.last_step += 1
+    assert reads() == 0, "a step has new numbers alone"
+    made.record.event("early_stop", "no better for 3 evaluations")
+    assert reads() == 1
+    assert view.status(over=False).lines == ("no better for 3 evaluations",)
+    made.progress.stage = "running"
+    assert reads() == 1
+    made.progress.control.hold(PauseReason(ValueError("bad"), "", "", "bad", passes=True))
+    assert reads() == 1
+    assert reads() == 0
+    now[0] += run_view._WORDS_S + 0.1
+    assert reads() == 1
 
 
 def test_a_worker_trains_and_releases_the_model(made: Made) -> None:

@@ -66,7 +66,7 @@ class RunView(anywidget.AnyWidget):
         watched: The run.
         finish: Called with the view after the last update.
         still: Mark of the output that pages without a kernel show in place of the view.
-        tell_still: Updates that output.
+        tell_still: Updates that output; called with the state of the run.
 
     Attributes:
         pump: Thread that sends the updates.
@@ -93,7 +93,7 @@ class RunView(anywidget.AnyWidget):
         *,
         finish: Callable[[RunView], None] = lambda _: None,
         still: str = "",
-        tell_still: Callable[[], None] = lambda: None,
+        tell_still: Callable[[str], None] = lambda _: None,
     ) -> None:
         from ortlab.notebook.views.panel import panel_of  # heavy: torch
 
@@ -171,7 +171,7 @@ class RunView(anywidget.AnyWidget):
                 if self._feed.waiting:
                     self._send_next()
             self._set_traits()
-            self._tell_still()
+            self._tell_still(self._feed.state)
 
     def _send_next(self) -> None:
         if (update := self._feed.fresh()) is not None:
@@ -411,9 +411,13 @@ class Still:
         """
         publish(self._bundle(), {}, self.mark, update=update)
 
-    def tell(self) -> None:
-        """Update the text if its state has changed, or it has become old."""
-        now, state = time.monotonic(), self._watched.status().state
+    def tell(self, state: str) -> None:
+        """Update the text if the state has changed, or the text has become old.
+
+        Args:
+            state: State of the run.
+        """
+        now = time.monotonic()
         if self._closed or (now < self._due and state == self._state):
             return
         began = time.thread_time()

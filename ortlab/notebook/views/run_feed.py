@@ -77,6 +77,7 @@ class Feed:
 
     Attributes:
         waiting: Whether rows were postponed because the last message had text.
+        state: State of the run when it was last read; "" before.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -91,6 +92,7 @@ class Feed:
         self._settled = 0
         self._limit = 8
         self.waiting = False
+        self.state = ""
 
     def whole(self) -> Update:
         """Return a message with the whole series, which needs no earlier message."""
@@ -103,14 +105,14 @@ class Feed:
         self._changes, self._settled = {}, 0
         changed = self._changed(None)
         self._changes = {change[0]: change for change in changed}
-        status = self._watched.status()
+        status = self._status()
         marks = self._marks(WHOLE_MARKS)
         return self._update(rows, status, WHOLE_ROWS, changed[-WHOLE_CHANGES:], marks, whole=True)
 
     def fresh(self) -> Update | None:
         """Return a message with the data since the last call, or None if there is none."""
         rows, cursor = self._watched.recorder.since(self._cursor, limit=self._limit)
-        status = self._watched.status()
+        status = self._status()
         changed = self._changed(2)[:1]
         marks = [] if changed else self._marks(FRESH_MARKS)
         words = bool(changed or marks) or _info(self._watched.title, status) != self._info
@@ -125,6 +127,11 @@ class Feed:
             self._cursor = cursor
         self._changes |= {change[0]: change for change in changed}
         return self._update(rows, status, self._limit, changed, marks, whole=False)
+
+    def _status(self) -> Status:
+        status = self._watched.status()
+        self.state = status.state
+        return status
 
     def _update(
         self,

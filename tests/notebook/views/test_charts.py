@@ -617,12 +617,12 @@ def test_pages_without_a_kernel_have_the_last_state(monkeypatch: pytest.MonkeyPa
     still = charts.Still(run, "mark")
     still.show(update=False)
     run.wait_over()
-    still.tell()
+    still.tell("finished")
     assert "finished · step 3 of 3" in published[-1]["text/plain"]
     assert "&lt;b&gt;mine&lt;/b&gt;" in published[-1]["text/html"]
     assert 'data-ortlab-still="mark"' in published[-1]["text/html"]
     still.close()
-    still.tell()  # a page asks an ended view for the run again
+    still.tell("finished")  # a page asks an ended view for the run again
     assert published[-1] == {"text/html": "", "text/plain": ""}
 
 
