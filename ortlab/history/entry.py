@@ -47,6 +47,7 @@ class RunEntry:
         workers: Number of workers.
         steps: Completed steps.
         loss: Training loss of the last step.
+        not_finite: "nan" or "inf" if it is that, and not unknown.
         held_out_loss: Loss of the best evaluation on held-out data.
         held_out_accuracy: Accuracy of the same evaluation.
         held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.
@@ -77,6 +78,7 @@ class RunEntry:
     workers: int
     steps: int
     loss: float
+    not_finite: str
     held_out_loss: float
     held_out_accuracy: float
     held_out_metrics: str
@@ -159,6 +161,7 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         workers=_whole(about, "workers") or _whole(settings, "workers") or 1,
         steps=_whole(result, "steps"),
         loss=_number(result, "final_loss"),
+        not_finite=legible(result.get("not_finite") or ""),
         held_out_loss=_number(best, "loss"),
         held_out_accuracy=_number(best, "accuracy"),
         held_out_metrics=_metrics(best),

@@ -149,7 +149,7 @@ FIELDS: Final = (
     Field("engine", "engine_asked", _engine),
     Field("precision", "precision", lambda entry: entry.precision, wide=True),
     Field("steps", "steps", lambda entry: f"{entry.steps:,}", number=True),
-    Field("loss", "loss", lambda entry: figure(entry.loss), number=True),
+    Field("loss", "loss", lambda entry: entry.not_finite or figure(entry.loss), number=True),
     Field("evaluation (best)", "held_out_loss", _evaluated, number=True),
     Field("samples/s", "samples_per_s", _speed, number=True, wide=True),
     Field("peak memory", "peak_bytes", _peak, number=True, wide=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.loop_state import LoopState
 from ortlab.training.resume import Earlier
+from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, LOGGED, number
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
 
@@ -184,6 +186,12 @@ class LoopRun(TrainerRun):
             self._bad = f"the loss is {loss} at step {self._step}"
             self.tell("not_finite", self._bad)
         super().flush()
+
+    def _result(self) -> RunResult:
+        result = super()._result()
+        if not self._backward or isfinite(result.final_loss):
+            return result
+        return dataclasses.replace(result, not_finite=str(result.final_loss))
 
     def _lines(self) -> tuple[str, ...]:
         return (*([self._bad] if self._bad else []), *super()._lines())

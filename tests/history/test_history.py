@@ -31,6 +31,7 @@ from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
 from ortlab.notebook.static_views.drawing import COLORS
 from ortlab.notebook.views import charts, comparison_view
+from ortlab.notebook.views.history_view import HistoryView
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from ortlab.utils.weak_list import Recent
@@ -634,6 +635,25 @@ def test_runs_are_chosen_and_sorted(root: Path) -> None:
     assert "1 of 3 runs" in repr(ortlab.list_runs(limit=1))
     with pytest.raises(ValueError, match="did you mean 'loss'"):
         ortlab.list_runs(sort="los")
+
+
+def test_a_loss_that_is_nan_is_told_from_an_unknown_one(root: Path) -> None:
+    data = [(torch.ones(2, 4), torch.zeros(2).long()) for _ in range(3)]
+    for broken in (None, 2, 0):
+        given = [(x * math.nan, y) if at == broken else (x, y) for at, (x, y) in enumerate(data)]
+        run = ortlab.finetune(nn.Linear(4, 2), given, loss="cross_entropy", engine="eager")
+        run.wait_over(HANGS_S)
+    assert str(run.so_far()).startswith("failed after 0 steps in ")
+    assert "; loss nan" in str(run.so_far())
+    kept(root, loss=math.nan)
+    for found in (ortlab.list_runs(sort="loss"), ortlab.list_runs(sort="loss", reverse=True)):
+        assert names(found) == ["run-1", "run-4", "run-3", "run-2"], "unknown and nan come last"
+        rows = [line.split()[5] for line in repr(found).splitlines()[2:6]]
+        assert rows[1:] == ["-", "nan", "nan"]
+        view = HistoryView(found)
+        assert [row["keys"][6] for row in view.rows][1:] == [None, None, None]
+        assert [row["cells"][6] for row in view.rows] == rows
+        view.close()
 
 
 def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
