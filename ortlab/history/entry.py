@@ -44,6 +44,7 @@ class RunEntry:
         engine_used: Engine that executed the model.
         fallback: Reason for a fallback to another engine.
         precision: Precision in the last settings.
+        learning_rate: Learning rate in the last settings; the highest one of a loop's steps.
         workers: Number of workers.
         steps: Completed steps.
         loss: Training loss of the last step.
@@ -75,6 +76,7 @@ class RunEntry:
     engine_used: str
     fallback: str
     precision: str
+    learning_rate: float
     workers: int
     steps: int
     loss: float
@@ -158,6 +160,7 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         engine_used=used,
         fallback=legible(about.get("fallback_reason") or ""),
         precision=legible(about.get("precision") or settings.get("precision", "")),
+        learning_rate=_number({**settings, **about}, "learning_rate"),
         workers=_whole(about, "workers") or _whole(settings, "workers") or 1,
         steps=_whole(result, "steps"),
         loss=_number(result, "final_loss"),

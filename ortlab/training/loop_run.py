@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.engines.batch import count, tensors
-from ortlab.metrics.recorder import NAN, Watched
+from ortlab.metrics.recorder import INDEX, NAN, Watched
 from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.loop_state import LoopState
@@ -74,11 +74,13 @@ class LoopRun(TrainerRun):
         earlier: Earlier | None = None,
         resumed: str = "",
     ) -> None:
+        settings = settings_of(model)
+        del settings["learning_rate"]  # that of the user's optimizer; see `_measured`
         super().__init__(
             model,
             total_steps=None,
             step=step,
-            settings=settings_of(model),
+            settings=settings,
             arguments={},
             name=name,
             choice=choice,
@@ -192,6 +194,11 @@ class LoopRun(TrainerRun):
         if not self._backward or isfinite(result.final_loss):
             return result
         return dataclasses.replace(result, not_finite=str(result.final_loss))
+
+    def _measured(self) -> dict[str, Any]:
+        # A warm-up begins, and a schedule ends, below the learning rate that was chosen.
+        rates = self.recorder.rows()[:, INDEX["lr"]]
+        return {"learning_rate": float(np.fmax.reduce(rates, initial=NAN))}
 
     def _lines(self) -> tuple[str, ...]:
         return (*([self._bad] if self._bad else []), *super()._lines())

@@ -248,6 +248,7 @@ class RunRecord:
                 "steps": result.steps,
                 "engine_used": progress.engine_used,
                 "precision": progress.settings.model.precision,
+                "learning_rate": progress.settings.optim.learning_rate,
                 "workers": progress.settings.parallel.workers,
                 "fallback_reason": progress.fallback_reason,
                 "result": result.as_dict(),

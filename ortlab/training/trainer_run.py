@@ -473,6 +473,10 @@ class TrainerRun(StoredRun):
             check_s=check_s,
         )
 
+    def _measured(self) -> dict[str, Any]:
+        """Return what run.json has in place of settings that nothing tells."""
+        return {}
+
     def _write_about(self, result: RunResult | None) -> None:
         ended = None
         if result is not None:
@@ -483,6 +487,7 @@ class TrainerRun(StoredRun):
                 "fallback_reason": self._report.fallback_reason,
                 "error": self._failed,
                 "result": result.as_dict(),
+                **self._measured(),
             }
         self._folder.write_about(
             model=self._kind,

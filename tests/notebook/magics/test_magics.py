@@ -282,7 +282,7 @@ def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     assert type(ip["net"]) is ip["Net"]
     lines = ip("%ort runs --limit 1").splitlines()
     (line,) = (line for line in lines if line.startswith(ip["run"].name))
-    assert line.split()[:5] == [ip["run"].name, "finished", "Net", "eager", "4"]
+    assert line.split()[:6] == [ip["run"].name, "finished", "Net", "eager", "0.01", "4"]
     assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
 
 
