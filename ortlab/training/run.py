@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -72,6 +73,7 @@ class Run(StoredRun):
             until `resume` or `stop`, and data that hangs pauses it until the data comes.
         fixed: Reasons why the user's optimizer and scheduler fix settings, by the setting's name.
         collate_fn: The user's function that makes a batch of a Dataset's samples.
+        discard: Removes the run, which is over, if it was refused before its first step.
 
     Raises:
         ValueError: Before anything is written, if the data cannot be used, or for ``keep_best``
@@ -104,6 +106,7 @@ class Run(StoredRun):
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         fixed: Mapping[str, str] | None = None,
         collate_fn: data_loading.Collate | None = None,
+        discard: Callable[[Run], object] = lambda _: None,
     ) -> None:
         data_loading.check_collate(collate_fn, train, evaluation)
         batches = data_loading.batches(train, settings, collate_fn=collate_fn)
@@ -151,7 +154,8 @@ class Run(StoredRun):
         )
         told = [("warning", warning) for warning in warnings]
         told += [("note", note) for note in (*notes, choice) if note]
-        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called)
+        refused = functools.partial(discard, self)
+        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called, refused)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import math
 import threading
@@ -487,7 +488,8 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     # After it is displayed: writing to a busy disk can take seconds.
     folder = getattr(watched, "folder", None)
     if folder is not None and not isinstance(watched, SavedRun):  # its folder may be read-only
-        write_private(Path(folder, "charts.png"), image)
+        with contextlib.suppress(FileNotFoundError):  # a refused run leaves no folder
+            write_private(Path(folder, "charts.png"), image)
 
 
 def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:
