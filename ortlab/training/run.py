@@ -14,7 +14,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
-from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_folder import RunFolder, told_taken
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, State, Status, Watched
@@ -148,7 +148,7 @@ class Run(StoredRun):
             resumed=resumed,
             metrics=metrics,
         )
-        notes = [*notes, *filter(None, [length])]
+        notes = [*filter(None, [told_taken(self.name, name)]), *notes, *filter(None, [length])]
         self._view = RunView(
             self._progress, self._record, warnings=warnings, notes=notes, kept=kept
         )

@@ -681,6 +681,19 @@ def test_learning_rates_are_those_of_the_end_and_of_a_loop_s_optimizer(root: Pat
     assert len(rows[0]) < 100
 
 
+def test_a_name_that_is_taken_gets_a_number_and_the_run_says_so(root: Path) -> None:
+    net, told = nn.Linear(4, 2), "the run is called {}, because there is a run lr-0.01 already"
+    data = [(torch.ones(2, 4), torch.zeros(2).long())]
+    for name in ("lr-0.01", "lr-0.01-2"):
+        run = ortlab.finetune(net, data, loss="cross_entropy", engine="eager", name="lr-0.01")
+        run.result(HANGS_S)
+        assert run.name == name
+        assert (told.format(name) in run.status().lines) == (name != "lr-0.01")
+    with ortlab.track(net, name="lr-0.01") as loop:
+        pass
+    assert told.format("lr-0.01-3") in loop.status().lines
+
+
 def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:
     for _ in range(52):
         kept(root, count=1)
