@@ -6,6 +6,7 @@ import base64
 import contextlib
 import html
 import math
+import re
 import threading
 import time
 import uuid
@@ -386,6 +387,10 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     return live.pump, stop
 
 
+_BUTTONS = re.compile(" or the Resume button| or its button|; Stop ends the run")
+"""Advice of an active run that names buttons, which a page without a kernel does not have."""
+
+
 class Still:
     """Text of an active run for pages without a kernel, such as a reopened notebook.
 
@@ -429,7 +434,7 @@ class Still:
 
     def _bundle(self) -> dict[str, Any]:
         when, status = time.strftime("%Y-%m-%d %H:%M:%S"), self._watched.status()
-        state = plain_text.text(self._watched, replace(status, left_s=None))
+        state = _BUTTONS.sub("", plain_text.text(self._watched, replace(status, left_s=None)))
         told = f"{self._advice()} Its state at {when}:\n{state}"
         # Exported pages show <pre> in a proportional font, and JupyterLab breaks words.
         style = "font-family: monospace; line-height: 1.3; word-break: normal"
