@@ -503,7 +503,8 @@ def finetune(
         fresh: Start from the weights and buffers that the model had before its first run in this
             process. Without it, a model that a run has trained trains on, which the run says. They
             are kept on disk, in the folder of that run, until the model or the process ends.
-        name: Name of the run, which gets a number if it is taken; None for the next run-N.
+        name: Name of the run; None for the next run-N. If there is such a run already, as when a
+            cell is run again, the new one gets a number, such as lr-0.01-2, and says so.
         **settings: Settings of `ortlab.settings.FinetuneSettings`, such as ``learning_rate=3e-5``.
 
     Raises:

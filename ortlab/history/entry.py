@@ -44,9 +44,11 @@ class RunEntry:
         engine_used: Engine that executed the model.
         fallback: Reason for a fallback to another engine.
         precision: Precision in the last settings.
+        learning_rate: Learning rate in the last settings; the highest one of a loop's steps.
         workers: Number of workers.
         steps: Completed steps.
         loss: Training loss of the last step.
+        not_finite: "nan" or "inf" if it is that, and not unknown.
         held_out_loss: Loss of the best evaluation on held-out data.
         held_out_accuracy: Accuracy of the same evaluation.
         held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.
@@ -74,9 +76,11 @@ class RunEntry:
     engine_used: str
     fallback: str
     precision: str
+    learning_rate: float
     workers: int
     steps: int
     loss: float
+    not_finite: str
     held_out_loss: float
     held_out_accuracy: float
     held_out_metrics: str
@@ -156,9 +160,11 @@ def read_entry(path: Path, so_far: Mapping[str, Any] | None = None) -> RunEntry 
         engine_used=used,
         fallback=legible(about.get("fallback_reason") or ""),
         precision=legible(about.get("precision") or settings.get("precision", "")),
+        learning_rate=_number({**settings, **about}, "learning_rate"),
         workers=_whole(about, "workers") or _whole(settings, "workers") or 1,
         steps=_whole(result, "steps"),
         loss=_number(result, "final_loss"),
+        not_finite=legible(result.get("not_finite") or ""),
         held_out_loss=_number(best, "loss"),
         held_out_accuracy=_number(best, "accuracy"),
         held_out_metrics=_metrics(best),

@@ -88,6 +88,10 @@ def _evaluated(entry: RunEntry) -> str:
     return figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
 
 
+def _rate(entry: RunEntry) -> str:
+    return "-" if math.isnan(entry.learning_rate) else f"{entry.learning_rate:g}"
+
+
 def _speed(entry: RunEntry) -> str:
     return figure(entry.samples_per_s)
 
@@ -148,8 +152,9 @@ FIELDS: Final = (
     Field("model", "model", lambda entry: entry.model),
     Field("engine", "engine_asked", _engine),
     Field("precision", "precision", lambda entry: entry.precision, wide=True),
+    Field("lr", "learning_rate", _rate, number=True),
     Field("steps", "steps", lambda entry: f"{entry.steps:,}", number=True),
-    Field("loss", "loss", lambda entry: figure(entry.loss), number=True),
+    Field("loss", "loss", lambda entry: entry.not_finite or figure(entry.loss), number=True),
     Field("evaluation (best)", "held_out_loss", _evaluated, number=True),
     Field("samples/s", "samples_per_s", _speed, number=True, wide=True),
     Field("peak memory", "peak_bytes", _peak, number=True, wide=True),
@@ -238,9 +243,10 @@ class History(Table[RunEntry]):
 _STYLE: Final = """
 <style>
 .ortlab-runs {overflow-x: auto}
+.ortlab-runs .ortlab-table :is(th, td) {padding-right: 7px}
 .ortlab-runs td {white-space: nowrap}
 .ortlab-runs td:is(:nth-child(1), :nth-child(3)) {max-width: 118px; overflow-wrap: break-word}
-.ortlab-runs td:is(:nth-child(1), :nth-child(3), :nth-child(4), :nth-child(7)) {white-space: normal}
+.ortlab-runs td:is(:nth-child(1), :nth-child(3), :nth-child(4), :nth-child(8)) {white-space: normal}
 .ortlab-runs td:last-child {min-width: 110px; white-space: normal}
 </style>
 """
@@ -342,4 +348,5 @@ def live_entry(run: LiveRun) -> RunEntry:
         engine_used=run.engine_used,
         fallback=run.fallback_reason or "",
         precision=run.current_settings.model.precision,
+        learning_rate=run.current_settings.optim.learning_rate,
     )

@@ -244,6 +244,21 @@ class RunFolder:
         return Checkpoint.load(self.checkpoint_path(name))
 
 
+def told_taken(name: str, wanted: str | None) -> str:
+    """Return a line about the number that a run's name got.
+
+    Args:
+        name: Name of the run.
+        wanted: Name that the user gave; None for none.
+
+    Returns:
+        The line; "" if the run has the name that was wanted.
+    """
+    if wanted in (None, name):
+        return ""
+    return f"the run is called {name}, because there is a run {wanted} already"
+
+
 def _not_created(error: OSError) -> RuntimeError:
     return RuntimeError(
         f"the run's folder cannot be created: {error}; set ORTLAB_HOME to another folder"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ortlab.metrics.recorder import NAN, Event, Recorder
-from ortlab.metrics.user_metrics import UserMetrics, direction
+from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings.training import CheckpointSettings
 
 SHOWN = 6
@@ -179,14 +179,13 @@ def goal(checkpoint: CheckpointSettings, metrics: UserMetrics | None = None) -> 
         ValueError: If there is no such metric, or it is not known whether more or less is better.
     """
     name = (checkpoint.keep_best or "loss").removeprefix("eval_")
-    if metrics is None and name not in ("loss", "accuracy"):
-        raise ValueError(
-            f"keep_best={checkpoint.keep_best!r}: choose from loss, accuracy, or pass the metric, "
-            "too: metrics=..."
-        )
+    known = UserMetrics([]) if metrics is None else metrics
+    if unknown := known.unknown(name):
+        more = "; for a metric of your own, pass metrics=..." if metrics is None else ""
+        raise ValueError(f"keep_best={checkpoint.keep_best!r}: {unknown}{more}")
     if checkpoint.keep_best_mode != "auto":
         return Goal(name, "max" if checkpoint.keep_best_mode == "max" else "min")
-    way = direction(name) if metrics is None else metrics.direction(name)
+    way = known.direction(name)
     if way is None:
         raise ValueError(
             f"keep_best={checkpoint.keep_best!r}: say whether more or less of it is better, "

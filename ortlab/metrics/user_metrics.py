@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from ortlab.metrics.recorder import NAN
+from ortlab.settings import unknown_name
 
 MOST = 100
 """Number of values of one evaluation that are kept."""
@@ -27,6 +28,9 @@ _UP = {
     *("matthews", "mcc", "precision", "r2", "recall", "rouge", "score", "specificity"),
 }
 _DOWN = {"cer", "distance", "error", "loss", "mae", "mape", "mse", "perplexity", "rmse", "wer"}
+
+_NUMBERS = {"float", "int", "bool", "Tensor", "ndarray", "floating", "float32", "float64"}
+"""Return types, by their last name, of a metric that has one value."""
 
 
 class StreamingMetric(Protocol):
@@ -70,6 +74,23 @@ class _Metric:
 
     def compute(self, predictions: torch.Tensor, targets: torch.Tensor) -> Any:
         return self.of.compute() if self.streams else _call(self.of, predictions, targets)
+
+    def one_value(self) -> bool | None:
+        """Return whether it has one value, named as the metric is; None if that is not known."""
+        function = self.of.compute if self.streams else self.of
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # a function of C
+            return None
+        returns = signature.return_annotation
+        if returns not in (inspect.Signature.empty, Any, "Any"):
+            # The annotation is text under `from __future__ import annotations`.
+            named = getattr(returns, "__name__", str(returns)).partition("[")[0]
+            return named.rpartition(".")[2] in _NUMBERS
+        inner = getattr(function, "func", function)
+        if str(getattr(inner, "__module__", "")).startswith("sklearn."):
+            return "output_dict" not in signature.parameters  # classification_report
+        return False if not self.streams and len(_positional(function)) == 1 else None
 
 
 class UserMetrics:
@@ -152,6 +173,25 @@ class UserMetrics:
             told.append(f"only the first {MOST} of {len(values):,} metrics are kept")
             values = dict(list(values.items())[:MOST])
         return values, told
+
+    def unknown(self, name: str) -> str:
+        """Return what is wrong with the name of a value, as far as that is known before any exists.
+
+        A dict that a metric returns names its values. A function that may return one is checked
+        only for names that differ from its own in upper and lower case.
+
+        Args:
+            name: Name of a value.
+
+        Returns:
+            The names to choose from; "" if the name may be right.
+        """
+        own = [each.name for each in self._metrics]
+        known, kinds = ["loss", "accuracy", *own], {each.one_value() for each in self._metrics}
+        sure = kinds <= {True} or name.lower() in map(str.lower, own)
+        if name in known or False in kinds or not sure:
+            return ""
+        return unknown_name(name, known)
 
     def direction(self, name: str) -> Literal["max", "min"] | None:
         """Return whether more or less of a metric is better; None if that is not known.

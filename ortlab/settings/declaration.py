@@ -238,7 +238,8 @@ def unknown_name(
         lists: What lists all names, such as "%ort --help", said where the phrase does not.
     """
     known, others = list(known), dict(accepted or {})
-    near = difflib.get_close_matches(name, [*known, *others], n=1)
+    near = [each for each in (*known, *others) if each.lower() == name.lower()]
+    near = near or difflib.get_close_matches(name, [*known, *others], n=1)
     offer = f"did you mean {others.get(near[0], near[0])!r}?" if near else ""
     if len(known) <= _MOST_LISTED:
         listed = f"choose from {', '.join(known) or 'nothing (none exist)'}"

@@ -15,6 +15,7 @@ RUN_SORTS: Mapping[str, str] = {
     "model": "model",
     "engine": "engine_asked",
     "precision": "precision",
+    "lr": "learning_rate",
     "steps": "steps",
     "loss": "loss",
     "evaluation": "held_out_loss",

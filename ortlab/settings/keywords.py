@@ -307,6 +307,7 @@ class HistoryKeywords(TypedDict, total=False):
         "model",
         "engine",
         "precision",
+        "lr",
         "steps",
         "loss",
         "evaluation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from torch.optim.optimizer import Optimizer
 
 from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.engines.batch import count, tensors
-from ortlab.metrics.recorder import NAN, Watched
+from ortlab.metrics.recorder import INDEX, NAN, Watched
 from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.loop_state import LoopState
 from ortlab.training.resume import Earlier
+from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, LOGGED, number
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
 
@@ -72,11 +74,13 @@ class LoopRun(TrainerRun):
         earlier: Earlier | None = None,
         resumed: str = "",
     ) -> None:
+        settings = settings_of(model)
+        del settings["learning_rate"]  # that of the user's optimizer; see `_measured`
         super().__init__(
             model,
             total_steps=None,
             step=step,
-            settings=settings_of(model),
+            settings=settings,
             arguments={},
             name=name,
             choice=choice,
@@ -184,6 +188,17 @@ class LoopRun(TrainerRun):
             self._bad = f"the loss is {loss} at step {self._step}"
             self.tell("not_finite", self._bad)
         super().flush()
+
+    def _result(self) -> RunResult:
+        result = super()._result()
+        if not self._backward or isfinite(result.final_loss):
+            return result
+        return dataclasses.replace(result, not_finite=str(result.final_loss))
+
+    def _measured(self) -> dict[str, Any]:
+        # A warm-up begins, and a schedule ends, below the learning rate that was chosen.
+        rates = self.recorder.rows()[:, INDEX["lr"]]
+        return {"learning_rate": float(np.fmax.reduce(rates, initial=NAN))}
 
     def _lines(self) -> tuple[str, ...]:
         return (*([self._bad] if self._bad else []), *super()._lines())

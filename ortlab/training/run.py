@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,7 +14,7 @@ from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
-from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_folder import RunFolder, told_taken
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, State, Status, Watched
@@ -72,6 +73,7 @@ class Run(StoredRun):
             until `resume` or `stop`, and data that hangs pauses it until the data comes.
         fixed: Reasons why the user's optimizer and scheduler fix settings, by the setting's name.
         collate_fn: The user's function that makes a batch of a Dataset's samples.
+        discard: Removes the run, which is over, if it was refused before its first step.
 
     Raises:
         ValueError: Before anything is written, if the data cannot be used, or for ``keep_best``
@@ -104,6 +106,7 @@ class Run(StoredRun):
         faults: FailurePolicy = FailurePolicy(),  # noqa: B008 - frozen
         fixed: Mapping[str, str] | None = None,
         collate_fn: data_loading.Collate | None = None,
+        discard: Callable[[Run], object] = lambda _: None,
     ) -> None:
         data_loading.check_collate(collate_fn, train, evaluation)
         batches = data_loading.batches(train, settings, collate_fn=collate_fn)
@@ -145,13 +148,14 @@ class Run(StoredRun):
             resumed=resumed,
             metrics=metrics,
         )
-        notes = [*notes, *filter(None, [length])]
+        notes = [*filter(None, [told_taken(self.name, name)]), *notes, *filter(None, [length])]
         self._view = RunView(
             self._progress, self._record, warnings=warnings, notes=notes, kept=kept
         )
         told = [("warning", warning) for warning in warnings]
         told += [("note", note) for note in (*notes, choice) if note]
-        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called)
+        refused = functools.partial(discard, self)
+        work = RunWork(model, prepare, batches, held_out, faults, begin, metrics, called, refused)
         self._worker = RunWorker(work, self._progress, self._record, told=told)
 
     @property

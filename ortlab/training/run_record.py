@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,7 @@ class RunRecord:
             The result.
         """
         recorder, evaluations = self.recorder, self.evaluations()
+        failed = recorder.last is not None and not math.isfinite(self.loss)
         report = self._progress.report
         return RunResult(
             state=state,
@@ -226,6 +228,7 @@ class RunRecord:
             check_s=report.check_s if report else 0.0,
             skipped_steps=int(recorder.total("skipped")),
             loss_scale=self.loss_scale,
+            not_finite=str(self.loss) if failed else "",
         )
 
     def _goal(self) -> Goal:
@@ -245,6 +248,7 @@ class RunRecord:
                 "steps": result.steps,
                 "engine_used": progress.engine_used,
                 "precision": progress.settings.model.precision,
+                "learning_rate": progress.settings.optim.learning_rate,
                 "workers": progress.settings.parallel.workers,
                 "fallback_reason": progress.fallback_reason,
                 "result": result.as_dict(),

@@ -23,7 +23,8 @@ class RunResult:
     included. ``peak_bytes`` is the peak memory of the process: its resident size with Python and
     libraries, or on CUDA the bytes that torch allocated; with several workers, that of the worker
     that used most. ``skipped_steps`` is the number of ``steps`` whose gradients overflowed in fp16,
-    ``loss_scale`` is the last loss scale.
+    ``loss_scale`` is the last loss scale. ``not_finite`` is "nan" or "inf" if that was the loss of
+    the last step; in the files of a run, which are JSON, its ``final_loss`` looks unknown.
     """
 
     state: State
@@ -40,10 +41,11 @@ class RunResult:
     check_s: float = 0.0
     skipped_steps: int = 0
     loss_scale: float = NAN
+    not_finite: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.state} after {self.steps} steps in {self.wall_s:.1f} s"]
-        if not math.isnan(self.final_loss):
+        if self.not_finite or not math.isnan(self.final_loss):
             parts.append(f"loss {self.final_loss:.4g}")
         if self.before is not None and self.after is not None:
             parts.append(f"evaluation (first): {self.before}; evaluation (last): {self.after}")

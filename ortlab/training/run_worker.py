@@ -26,7 +26,7 @@ from ortlab.training.run_progress import SLOW_READ_S, RunProgress
 from ortlab.training.run_record import RunRecord
 from ortlab.training.trainer import Trainer
 from ortlab.utils import at_exit
-from ortlab.utils.errors import forget_locals, message, shorten, users_line
+from ortlab.utils.errors import forget_locals, is_refusal, message, shorten, users_line
 from ortlab.utils.interrupts import end_in_order, ends_already
 from ortlab.utils.threads import Thread, trim
 
@@ -51,6 +51,7 @@ class RunWork:
     begin: Checkpoint | None = None
     metrics: UserMetrics | None = None
     callbacks: RunCallbacks | None = None
+    refused: Callable[[], object] = lambda: None
     heard: Stepper | None = None
 
 
@@ -324,6 +325,7 @@ class RunWorker:
             self._watching.join()
         self._guarded(self._record.conclude)
         self._guarded(self._record.release)
+        self._guarded(self._forget_refused)
         self._control.close()
         if self._progress.error is not None:
             forget_locals(self._progress.error)
@@ -341,6 +343,13 @@ class RunWorker:
             with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
                 print(f"{self._name} is {self._progress.ended}, but {trouble}: {told}", flush=True)
         self.over.set()
+
+    def _forget_refused(self) -> None:
+        """Remove the run if its settings, model or data were refused before the first step."""
+        work, error = self._work, self._progress.error
+        begun = self._progress.step > 0 or self._record.earlier is not None
+        if work is not None and error is not None and not begun and is_refusal(error):
+            work.refused()
 
     def _guarded(self, part: Callable[[], object]) -> None:
         """Store what a part of the end raises, such as a full disk, as the outcome of the run."""

@@ -362,6 +362,7 @@ class RunStarter:
             names=request.names(self._services.names()),
             fixed=fixed,
             collate_fn=request.collate_fn,
+            discard=self._registry.discard,
         )
 
 

@@ -19,7 +19,7 @@ from ortlab.engines.batch import count, tensors
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
-from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_folder import RunFolder, told_taken
 from ortlab.metrics.evaluation import Goal, evaluations_of, told_last
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.settings import AUTO, FinetuneSettings
@@ -146,6 +146,7 @@ class TrainerRun(StoredRun):
         self._over = threading.Event()
         self._due: dict[str, Any] | None = None
         super().__init__(RunFolder.create(name, root=root))
+        self._starts = [*filter(None, [told_taken(self.name, name), self.resumed, choice])]
         self._folder.hold()
         self._precision = str(settings["precision"])
         self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -162,10 +163,8 @@ class TrainerRun(StoredRun):
         sqlite_index.note(self.folder)
         self._hook = model.register_forward_pre_hook(self._meet, with_kwargs=True)
         self.tell("state", "running")
-        if choice:
-            self.tell("note", choice)
-        if self.resumed:
-            self.tell("note", self.resumed)
+        for line in self._starts:
+            self.tell("note", line)
         at_exit.register(self._end_with_python)
 
     @property
@@ -445,7 +444,7 @@ class TrainerRun(StoredRun):
         return now.export_s - before.export_s, now.check_s - before.check_s
 
     def _lines(self) -> tuple[str, ...]:
-        lines = [*filter(None, [self.resumed, self._choice])]
+        lines = [*self._starts]
         lines += map(told_last, evaluations_of(self.recorder)[-1:])
         export_s, check_s = self._spent()
         if export_s:
@@ -473,6 +472,10 @@ class TrainerRun(StoredRun):
             check_s=check_s,
         )
 
+    def _measured(self) -> dict[str, Any]:
+        """Return what run.json has in place of settings that nothing tells."""
+        return {}
+
     def _write_about(self, result: RunResult | None) -> None:
         ended = None
         if result is not None:
@@ -483,6 +486,7 @@ class TrainerRun(StoredRun):
                 "fallback_reason": self._report.fallback_reason,
                 "error": self._failed,
                 "result": result.as_dict(),
+                **self._measured(),
             }
         self._folder.write_about(
             model=self._kind,

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from ortlab.utils.errors import shorten
+
 _POLL_S = 0.1
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that end a process: by the system or `kill`, and when its terminal is closed."""
@@ -61,6 +63,9 @@ async def until(over: threading.Event, interrupted: Callable[[], None]) -> None:
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
             if interrupts.heard or isinstance(error, KeyboardInterrupt):
                 interrupted()
+                # A shutdown of the kernel, too, begins with an interrupt: the cell shows one line.
+                error.args = error.args or ("the wait was interrupted",)
+                shorten(error)
             raise
 
 

@@ -51,10 +51,10 @@ def test_runs_are_sorted_searched_and_compared(
     assert names() == ["run-4", "run-3", "run-2", "run-1"]
     loss = table.get_by_role("button", name="Sort by loss")
     loss.click()
-    low = [float(text) for text in table.locator("tbody tr td:nth-child(7)").all_inner_texts()]
+    low = [float(text) for text in table.locator("tbody tr td:nth-child(8)").all_inner_texts()]
     assert low == sorted(low)
     loss.click()
-    high = [float(text) for text in table.locator("tbody tr td:nth-child(7)").all_inner_texts()]
+    high = [float(text) for text in table.locator("tbody tr td:nth-child(8)").all_inner_texts()]
     assert high == low[::-1]
     expect(table.locator("th[aria-sort=descending]")).to_have_text("loss")
     search = table.get_by_role("searchbox", name="Search the runs")

@@ -31,6 +31,7 @@ from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
 from ortlab.notebook.static_views.drawing import COLORS
 from ortlab.notebook.views import charts, comparison_view
+from ortlab.notebook.views.history_view import HistoryView
 from ortlab.session import session
 from ortlab.settings import HistorySettings, PruneSettings
 from ortlab.utils.weak_list import Recent
@@ -634,6 +635,63 @@ def test_runs_are_chosen_and_sorted(root: Path) -> None:
     assert "1 of 3 runs" in repr(ortlab.list_runs(limit=1))
     with pytest.raises(ValueError, match="did you mean 'loss'"):
         ortlab.list_runs(sort="los")
+
+
+def test_a_loss_that_is_nan_is_told_from_an_unknown_one(root: Path) -> None:
+    data = [(torch.ones(2, 4), torch.zeros(2).long()) for _ in range(3)]
+    for broken in (None, 2, 0):
+        given = [(x * math.nan, y) if at == broken else (x, y) for at, (x, y) in enumerate(data)]
+        run = ortlab.finetune(nn.Linear(4, 2), given, loss="cross_entropy", engine="eager")
+        run.wait_over(HANGS_S)
+    assert str(run.so_far()).startswith("failed after 0 steps in ")
+    assert "; loss nan" in str(run.so_far())
+    kept(root, loss=math.nan)
+    for found in (ortlab.list_runs(sort="loss"), ortlab.list_runs(sort="loss", reverse=True)):
+        assert names(found) == ["run-1", "run-4", "run-3", "run-2"], "unknown and nan come last"
+        rows = [line.split()[6] for line in repr(found).splitlines()[2:6]]
+        assert rows[1:] == ["-", "nan", "nan"]
+        view = HistoryView(found)
+        assert [row["keys"][7] for row in view.rows][1:] == [None, None, None]
+        assert [row["cells"][7] for row in view.rows] == rows
+        view.close()
+
+
+def test_learning_rates_are_those_of_the_end_and_of_a_loop_s_optimizer(root: Path) -> None:
+    kept(root, learning_rate=3e-5)
+    kept(root, learning_rate=0.002, state="running")
+    net = nn.Linear(4, 2)
+    data = [(torch.ones(2, 4), torch.zeros(2).long()) for _ in range(3)]
+    run = ortlab.finetune(net, data, loss="cross_entropy", engine="eager", num_train_epochs=10**6)
+    run.apply(learning_rate=0.5).result(HANGS_S)
+    assert ortlab.list_runs()[0].learning_rate == 0.5
+    run.stop()
+    run.result(HANGS_S)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    with ortlab.track(net):
+        for lr in (0.01, 0.1, 0.0):
+            optimizer.param_groups[0]["lr"] = lr
+            net(data[0][0]).sum().backward()
+            optimizer.step()
+    with ortlab.track(net):
+        pass
+    found = ortlab.list_runs(sort="lr")
+    assert names(found) == ["run-1", "run-2", "run-4", "run-3", "run-5"]
+    rows = repr(found).splitlines()
+    assert [line.split()[4] for line in rows[2:7]] == ["3e-05", "0.002", "0.1", "0.5", "-"]
+    assert len(rows[0]) < 100
+
+
+def test_a_name_that_is_taken_gets_a_number_and_the_run_says_so(root: Path) -> None:
+    net, told = nn.Linear(4, 2), "the run is called {}, because there is a run lr-0.01 already"
+    data = [(torch.ones(2, 4), torch.zeros(2).long())]
+    for name in ("lr-0.01", "lr-0.01-2"):
+        run = ortlab.finetune(net, data, loss="cross_entropy", engine="eager", name="lr-0.01")
+        run.result(HANGS_S)
+        assert run.name == name
+        assert (told.format(name) in run.status().lines) == (name != "lr-0.01")
+    with ortlab.track(net, name="lr-0.01") as loop:
+        pass
+    assert told.format("lr-0.01-3") in loop.status().lines
 
 
 def test_a_page_has_so_many_runs_as_fit(root: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from sklearn.metrics import f1_score, r2_score, roc_auc_score
+from sklearn.metrics import classification_report, f1_score, r2_score, roc_auc_score
 
 from ortlab.metrics.user_metrics import MOST, UserMetrics, joined
 
@@ -140,6 +140,43 @@ def test_too_many_and_the_name_of_the_loss_are_left_out() -> None:
 
 def lambda_of(values: dict[str, float]) -> dict[str, Callable[..., Any]]:
     return {"own": lambda p, t: values}
+
+
+F1_OF_EACH = torchmetrics.F1Score("multiclass", num_classes=3, average=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "told"),
+    [
+        (hits, "Hits", "choose from loss, accuracy, hits; did you mean 'hits'?"),
+        (hits, "f1", "choose from loss, accuracy, hits"),
+        (hits, "hits", ""),
+        (hits, "accuracy", ""),
+        (
+            [hits, torchmetrics.MeanSquaredError(), functools.partial(f1_score, average="macro")],
+            "f1",
+            "choose from loss, accuracy, hits, MeanSquaredError, f1_score",
+        ),
+        # A function without an annotation may return a dict.
+        ({"f1": lambda p, t: 0.0}, "F1", "choose from loss, accuracy, f1; did you mean 'f1'?"),
+        ({"f1": lambda p, t: 0.0}, "f2", ""),
+        # These do, with names of their own.
+        ([hits, compute_metrics], "Hits", ""),
+        (lambda_of({"F1": 1.0}), "F1", ""),
+        ([hits, torchmetrics.MetricCollection({"f1": F1_OF_EACH})], "Hits", ""),
+        ([hits, torchmetrics.wrappers.ClasswiseWrapper(F1_OF_EACH)], "Hits", ""),
+        ([hits, classification_report], "Hits", ""),
+        (
+            {f"score_{i}": hits for i in range(8)},
+            "Score_2",
+            "did you mean 'score_2'? also near: score_7, score_6",
+        ),
+    ],
+)
+def test_a_name_is_unknown_before_an_evaluation_where_no_dict_may_have_it(
+    given: Any, name: str, told: str
+) -> None:
+    assert UserMetrics(given).unknown(name) == told
 
 
 @pytest.mark.parametrize(

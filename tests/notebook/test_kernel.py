@@ -104,6 +104,22 @@ def test_a_cell_that_is_interrupted_names_its_models_below_the_traceback(kernel:
     assert kernel(cell).text == "model runs on engine 'compile'\n"
 
 
+def test_a_wait_that_is_interrupted_ends_in_one_line(kernel: Kernel) -> None:
+    """Jupyter interrupts a kernel before it shuts it down, too."""
+    kernel(
+        "import os, signal\nrun = ortlab.finetune(nn.Linear(4, 2), data, loss='cross_entropy', "
+        "engine='eager', num_train_epochs=10**6)"
+    )
+    cell = kernel.run(
+        "asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGINT)\nawait run"
+    )
+    assert cell.reply["status"] == "error", "so that running all cells stops at this cell"
+    (error,) = [content for kind, content in cell.outputs if kind == "error"]
+    assert error["traceback"] == ["CancelledError: the wait was interrupted"]
+    assert "await it again to wait for it" in cell.text
+    kernel("run.stop()\nawait run")
+
+
 def test_the_table_is_rich(kernel: Kernel) -> None:
     kernel("%%ort --engine eager\nmodel = nn.Linear(4, 2)\ncriterion = nn.MSELoss()")
     (data,) = kernel("%ort").shown

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import ortlab
 from ortlab.checkpoint.checkpoint import Checkpoint
-from ortlab.history.saved_run import SavedRun
+from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import INDEX
 from ortlab.session import session
 from ortlab.training import loop_run
@@ -318,6 +318,12 @@ def test_a_loss_that_is_nan_is_told_when_the_loop_is_over() -> None:
             optimizer.step()
     for each in (run, SavedRun(run.folder)):
         assert "the loss is nan at step 2" in each.status().lines
+    assert find(run.name).not_finite == "nan"
+    with ortlab.track(model) as unknown:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert find(unknown.name).not_finite == ""
 
 
 def test_ten_thousand_metrics() -> None:

@@ -81,6 +81,16 @@ def test_what_is_better_must_be_known() -> None:
         train(Network(), metrics=macro)
 
 
+def test_a_name_of_no_metric_is_refused_before_there_is_a_run() -> None:
+    told = r"keep_best='Macro': choose from loss, accuracy, macro; did you mean 'macro'\?"
+    chosen = {"metrics": macro, "eval_dataset": HELD_OUT, "early_stopping_patience": 1}
+    with pytest.raises(ValueError, match=told):
+        ortlab.finetune(Network(), data(), loss="cross_entropy", keep_best="Macro", **chosen)
+    told = r"keep_best='Loss': choose from loss, accuracy; did you mean 'loss'\?; for a metric of"
+    with pytest.raises(ValueError, match=told):
+        train(Network(), keep_best="Loss", **CHOSEN)
+
+
 def test_one_that_fails_is_told_once_and_the_run_goes_on() -> None:
     def fails(predictions: torch.Tensor, targets: torch.Tensor) -> float:
         raise KeyError("positives")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import math
+import re
 import threading
 import time
 import uuid
@@ -385,6 +387,10 @@ def _follow(watched: Watched) -> tuple[Pump, Callable[[], None]]:
     return live.pump, stop
 
 
+_BUTTONS = re.compile(" or the Resume button| or its button|; Stop ends the run")
+"""Advice of an active run that names buttons, which a page without a kernel does not have."""
+
+
 class Still:
     """Text of an active run for pages without a kernel, such as a reopened notebook.
 
@@ -432,7 +438,7 @@ class Still:
 
     def _bundle(self) -> dict[str, Any]:
         when, status = time.strftime("%Y-%m-%d %H:%M:%S"), self._watched.status()
-        state = plain_text.text(self._watched, replace(status, left_s=None))
+        state = _BUTTONS.sub("", plain_text.text(self._watched, replace(status, left_s=None)))
         told = f"{self._advice()} Its state at {when}:\n{state}"
         # Exported pages show <pre> in a proportional font, and JupyterLab breaks words.
         style = "font-family: monospace; line-height: 1.3; word-break: normal"
@@ -491,7 +497,8 @@ def _publish_picture(watched: Watched, *, replacing: str | None = None) -> None:
     # After it is displayed: writing to a busy disk can take seconds.
     folder = getattr(watched, "folder", None)
     if folder is not None and not isinstance(watched, SavedRun):  # its folder may be read-only
-        write_private(Path(folder, "charts.png"), image)
+        with contextlib.suppress(FileNotFoundError):  # a refused run leaves no folder
+            write_private(Path(folder, "charts.png"), image)
 
 
 def _print(watched: Watched) -> tuple[Pump, Callable[[], None]]:

@@ -43,7 +43,7 @@ from ortlab.settings import (
 from ortlab.training import changes, data_loading, settings_preview
 from ortlab.training.run import Run
 from ortlab.training.settings_preview import Control, SettingPreview
-from ortlab.utils.errors import is_refusal, message
+from ortlab.utils.errors import message
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
 from ortlab.utils.threads import Thread
@@ -232,9 +232,6 @@ class Panel:
     def failed_at_start(self, run: Watched) -> bool:
         """Show the error of a run that the panel started, if it failed before its first step.
 
-        A run whose settings, model or data ortlab refused is removed, as if it had not been
-        started. One that failed otherwise, such as in the model's forward, stays in the history.
-
         Args:
             run: The run, which is over.
 
@@ -245,8 +242,6 @@ class Panel:
             return False
         said = "\n".join((message(run.error), *getattr(run.error, "__notes__", ())))
         self._refuse(said)
-        if is_refusal(run.error):
-            session.registry.discard(run)
         return True
 
     def _refuse(self, why: str, *controls: str) -> None:

@@ -282,8 +282,25 @@ def test_finetune_returns_at_once_and_is_awaited(ip: Typist) -> None:
     assert type(ip["net"]) is ip["Net"]
     lines = ip("%ort runs --limit 1").splitlines()
     (line,) = (line for line in lines if line.startswith(ip["run"].name))
-    assert line.split()[:5] == [ip["run"].name, "finished", "Net", "eager", "4"]
+    assert line.split()[:6] == [ip["run"].name, "finished", "Net", "eager", "0.01", "4"]
     assert f"{ip['run'].name} is over (finished) after 4 steps" in ip.refused("%ort stop")
+
+
+def test_a_finetune_that_is_refused_before_its_first_step_leaves_no_run(ip: Typist) -> None:
+    ip("net = Net(); data = batches()")
+    before = [entry.name for entry in ortlab.list_runs()]
+    ip("run = %ort finetune net data --engine eager")
+    assert "if its last element is the targets, name a loss" in ip.run("await run")[1]
+    refused = ip["run"]
+    assert not refused.folder.exists()
+    assert refused not in session.runs
+    assert [entry.name for entry in ortlab.list_runs()] == before
+    ip("run = %ort finetune net data --engine eager --loss cross_entropy\nresult = await run")
+    assert ip["run"].name == refused.name
+    ip("def broken(output, target): raise ValueError('not done yet')")
+    ip("run = %ort finetune net data --engine eager --loss broken")
+    assert "not done yet" in ip.run("await run")[1]
+    assert ortlab.list_runs()[0].name == ip["run"].name, "the user's own error is kept"
 
 
 def test_finetune_computes_metrics_of_the_notebook(ip: Typist) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
 
 import ortlab
+from ortlab.engines.base import NotFinite
 from ortlab.history.saved_run import SavedRun
 from ortlab.metrics.recorder import (
     COLUMNS,
@@ -624,6 +626,39 @@ def test_pages_without_a_kernel_have_the_last_state(monkeypatch: pytest.MonkeyPa
     still.close()
     still.tell("finished")  # a page asks an ended view for the run again
     assert published[-1] == {"text/html": "", "text/plain": ""}
+
+
+class Spoiled(nn.Linear):
+    """A model that makes NaN in its third step, and not of its data."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs) * (math.nan if self.calls == 3 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "third", "advice"),
+    [
+        (nn.Linear, math.nan, "run.resume() skips the data"),
+        (Spoiled, 1.0, "run.resume(learning_rate=5e-06) continues with these settings"),
+    ],
+)
+def test_pages_without_a_kernel_name_no_buttons(
+    model: type[nn.Linear], third: float, advice: str
+) -> None:
+    data = [(torch.full((2, 4), value), torch.zeros(2).long()) for value in (1.0, 1.0, third)]
+    run = ortlab.finetune(model(4, 2), data, loss="cross_entropy", engine="eager", hold=True)
+    with pytest.raises(NotFinite) as raised:
+        run.result(HANGS_S)
+    assert " button" in raised.value.__notes__[-1]
+    told = charts.Still(run, "mark")._bundle()
+    assert advice in told["text/plain"]
+    assert " button" not in told["text/plain"]
+    assert " button" not in told["text/html"].rpartition("<pre")[2]
+    run.stop()
+    assert run.wait_over(HANGS_S)
 
 
 def test_a_finished_run_is_shown_as_its_picture(tmp_path: Path) -> None:
