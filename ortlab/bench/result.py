@@ -96,6 +96,35 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """Least time of a step of a model in one precision. See `ortlab.bench.roofline`.
+
+    Attributes:
+        model: Name of the model.
+        precision: Precision of matrix products.
+        flops: Floating-point operations of matrix products and convolutions in a step.
+        moved_bytes: Bytes of the activations that enter and leave these.
+        product_ms: For each round, the time of `flops` at the machine's rate.
+        moving_ms: For each round, the time of `moved_bytes` at the machine's rate.
+        optimizer_ms: For each round, the time of the optimizer with clipping.
+    """
+
+    model: str
+    precision: str
+    flops: int
+    moved_bytes: int
+    product_ms: tuple[float, ...]
+    moving_ms: tuple[float, ...]
+    optimizer_ms: tuple[float, ...]
+
+    @property
+    def step_ms(self) -> tuple[float, ...]:
+        """For each round, the least time of a step."""
+        parts = zip(self.product_ms, self.moving_ms, self.optimizer_ms, strict=True)
+        return tuple(map(sum, parts))
+
+
+@dataclass(frozen=True)
 class EngineBench:
     """Results of all engines in all precisions on some models.
 
@@ -107,6 +136,7 @@ class EngineBench:
         models: Description of each model, keyed by name.
         cells: Results. Incomplete if `interrupted`.
         interrupted: True if the benchmark was stopped before its end.
+        floors: Least times of a step, with ``roofline``.
     """
 
     settings: BenchSettings
@@ -116,6 +146,7 @@ class EngineBench:
     models: Mapping[str, str]
     cells: tuple[Cell, ...]
     interrupted: bool = False
+    floors: tuple[Floor, ...] = ()
 
     def cell(self, model: str, engine: str, precision: str) -> Cell | None:
         """Return a cell, or None if it was not reached.
@@ -143,6 +174,21 @@ class EngineBench:
         pairs = zip(reference.step_ms, cell.step_ms, strict=False)
         ratios = [theirs / ours for theirs, ours in pairs]
         return Spread.of(ratios) if ratios else None
+
+    def share(self, cell: Cell) -> Spread | None:
+        """Return the least time of a step over the cell's, or None if one of them is unknown.
+
+        Args:
+            cell: Cell of this benchmark.
+
+        Returns:
+            Median of the rounds, with quartiles.
+        """
+        names = (cell.model, cell.precision)
+        floor = next((f for f in self.floors if (f.model, f.precision) == names), None)
+        if floor is None or not cell.step_ms:
+            return None
+        return Spread.of([a / b for a, b in zip(floor.step_ms, cell.step_ms, strict=False)])
 
     def loss_difference(self, cell: Cell) -> Difference | None:
         """Return the difference of the mean loss from eager fp32, or None if it is unknown.
@@ -191,12 +237,14 @@ class EngineBench:
             "machine": dataclasses.asdict(self.machine),
             "models": dict(self.models),
             "cells": [_plain(cell) | {"derived": self._derived(cell)} for cell in self.cells],
+            "floors": [_plain(floor) for floor in self.floors],
         }
 
     def _derived(self, cell: Cell) -> dict[str, Any]:
         found = {
             "step_ms": Spread.of(cell.step_ms) if cell.step_ms else None,
             "speed": self.speed(cell),
+            "share": self.share(cell),
             "loss_difference": self.loss_difference(cell),
             "grad_norm_difference": self.grad_norm_difference(cell),
         }
@@ -223,8 +271,9 @@ class EngineBench:
             environment=stored["environment"],
             machine=Machine(**stored["machine"]),
             models=stored["models"],
-            cells=tuple(map(_record, stored["cells"])),
+            cells=tuple(Cell(**_given(each)) for each in stored["cells"]),
             interrupted=stored["interrupted"],
+            floors=tuple(Floor(**_given(each)) for each in stored.get("floors", ())),
         )
 
     # ---- Markdown --------------------------------------------------------------------------------
@@ -256,11 +305,47 @@ class EngineBench:
             "",
             *self._grid(self._first),
             "",
+            *self._roofline(),
             *(f"({number}) {reason}  " for reason, number in self._reasons().items()),
             *filter(None, [self._options()]),
             self.origin(),
         ]
         return "\n".join(lines)
+
+    def _roofline(self) -> list[str]:
+        """Return tables of the floors and of each cell's share of them."""
+        if not self.floors:
+            return []
+        rows = [
+            [
+                floor.model,
+                floor.precision,
+                f"{floor.flops / 1e9:,.3g} GFLOP at {_rate(floor.flops, floor.product_ms):,.3g} "
+                f"GFLOP/s: {milliseconds(Spread.of(floor.product_ms).median)}",
+                f"{floor.moved_bytes / 1e9:,.3g} GB at "
+                f"{_rate(floor.moved_bytes, floor.moving_ms):,.3g} GB/s: "
+                f"{milliseconds(Spread.of(floor.moving_ms).median)}",
+                milliseconds(Spread.of(floor.optimizer_ms).median),
+                milliseconds(Spread.of(floor.step_ms).median),
+            ]
+            for floor in self.floors
+        ]
+        heads = ["model", "precision", "matrix products", "activations", "optimizer", "floor"]
+        return [
+            "Floor of a step at the rates of a large matrix product and a large copy in the same "
+            "rounds:",
+            "",
+            *table(heads, rows),
+            "",
+            "Floor over step, median and quartiles; 100% is the machine's limit:",
+            "",
+            *self._grid(self._share),
+            "",
+        ]
+
+    def _share(self, cell: Cell) -> str:
+        share = self.share(cell)
+        return "" if share is None else f"{share.median:.0%} ({share.low:.0%} to {share.high:.0%})"
 
     def _options(self) -> str:
         options = ", ".join(part.strip() for part in self.settings.ort_options.split(","))
@@ -395,7 +480,12 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
-def _plain(record: Cell | Spread | Difference) -> dict[str, Any]:
+def _rate(amount: int, ms: Sequence[float]) -> float:
+    """Return billions per second."""
+    return amount / Spread.of(ms).median / 1e6
+
+
+def _plain(record: Cell | Floor | Spread | Difference) -> dict[str, Any]:
     """Return a record's fields as JSON stores them: lists for tuples, null if not finite."""
 
     def plain(value: Any) -> Any:
@@ -406,13 +496,13 @@ def _plain(record: Cell | Spread | Difference) -> dict[str, Any]:
     return {name: plain(value) for name, value in dataclasses.asdict(record).items()}
 
 
-def _record(stored: Mapping[str, Any]) -> Cell:
-    """Return the cell that `_plain` stored, without derived values."""
+def _given(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that `_plain` stored, without derived values."""
     values = {name: value for name, value in stored.items() if name != "derived"}
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = tuple(math.nan if item is None else item for item in value)
-    return Cell(**values)
+    return values
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

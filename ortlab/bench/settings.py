@@ -61,6 +61,10 @@ class BenchSettings(Settings):
     ort_options: str = setting(
         "", help="settings for the engines in ORT, such as attention=fused,triton=on"
     )
+    roofline: bool = setting(
+        False,
+        help="measure the machine's rates, too, and how close each engine comes to them",
+    )
     quick: bool = setting(
         False, help="tiny models, to test that everything runs here; not a benchmark"
     )

@@ -33,7 +33,8 @@ from ortlab.bench.interleaved import (
     take_turns,
 )
 from ortlab.bench.machine import machine
-from ortlab.bench.result import Cell, EngineBench
+from ortlab.bench.result import Cell, EngineBench, Floor
+from ortlab.bench.roofline import Roofline
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
 from ortlab.engines import caches
@@ -58,6 +59,7 @@ def engines(
         known: Models to choose from, keyed by name.
     """
     cells: list[Cell] = []
+    floors: list[Floor] = []
     interrupted = False
     device = training_device(settings.device).type
     chosen = settings.models.split(",")
@@ -80,12 +82,14 @@ def engines(
                 tell(f"{name}, model {done + 1} of {len(chosen)}{left}")
                 with (
                     _nothing_compiled(settings),
-                    _racing(Race(name, settings, device, known), cells) as race,
+                    _racing(Race(name, settings, device, known), cells, floors) as race,
                 ):
                     race.run()
         except KeyboardInterrupt:
             interrupted = True
-    return dataclasses.replace(result, cells=tuple(cells), interrupted=interrupted)
+    return dataclasses.replace(
+        result, cells=tuple(cells), floors=tuple(floors), interrupted=interrupted
+    )
 
 
 def _left(done: int, number: int, took_s: float) -> str:
@@ -97,12 +101,13 @@ def _left(done: int, number: int, took_s: float) -> str:
 
 
 @contextlib.contextmanager
-def _racing(race: Race, cells: list[Cell]) -> Iterator[Race]:
-    """Append the race's cells to `cells` on exit, also after an error, and release its memory."""
+def _racing(race: Race, cells: list[Cell], floors: list[Floor]) -> Iterator[Race]:
+    """Append the race's cells and floors on exit, also after an error, and release its memory."""
     try:
         yield race
     finally:
         cells.extend(race.cells())
+        floors.extend(race.floors())
         race.close()
 
 
@@ -129,6 +134,7 @@ class Race:
         self._settings = settings
         self._device = device
         self._model, self._batch = models.build(name, quick=settings.quick, known=known)
+        self._roofline: Roofline | None = None
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
         self.lanes: dict[Key, TimedTrial] = {}
         """Active set-ups, keyed by cell."""
@@ -144,8 +150,19 @@ class Race:
         tell(f"{self.name}: {WARMUP} warm-up rounds")
         for order in itertools.islice(orders, WARMUP):
             self.steps = max(self.steps, self._enough(self._round(order)))
+        if self._settings.roofline:
+            tell(f"{self.name}: the machine's rates")
+            self._roofline = Roofline(
+                self.name,
+                self._model.to(self._device),
+                self._batch,
+                self._settings.precisions.split(","),
+                quick=self._settings.quick,
+            )
         began = time.perf_counter()
         for number, order in enumerate(orders, start=1):
+            if self._roofline is not None:
+                self._roofline.turn()
             self.rounds.append(self._round(order))
             left_s = (time.perf_counter() - began) / number * (self._settings.rounds - number)
             left = f"about {left_s:.0f} s left for this model"
@@ -155,8 +172,13 @@ class Race:
         """Return the results so far. A cell that cannot run or was not timed has a reason."""
         return tuple(self._cell(key) for key in self._cells)
 
+    def floors(self) -> list[Floor]:
+        """Return the least times of a step, by precision; empty without ``roofline``."""
+        return [] if self._roofline is None else self._roofline.floors()
+
     def close(self) -> None:
         """Release the engines' memory."""
+        self._roofline = None
         while self.lanes:
             self.lanes.popitem()[1].stepper.close()
         self._model = nn.Module()

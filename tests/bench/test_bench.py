@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ortlab
 from ortlab import bench
-from ortlab.bench import interleaved, machine, models, timing
+from ortlab.bench import interleaved, machine, models, roofline, timing
 from ortlab.bench.interleaved import Spread
-from ortlab.bench.result import Difference, EngineBench
+from ortlab.bench.result import Difference, EngineBench, Floor
 from ortlab.bench.settings import BenchSettings
 from ortlab.engines.base import progress
 from ortlab.engines.ortmodule import compat, graph_cache
@@ -53,7 +54,7 @@ def told() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def measured(told: list[str]) -> EngineBench:
     """Measure eager torch and ORT in both precisions; only one test compiles."""
-    return bench.engines(**TINY, engines="eager,ortmodule")
+    return bench.engines(**TINY, engines="eager,ortmodule", roofline=True)
 
 
 def whole(result: EngineBench) -> EngineBench:
@@ -341,6 +342,66 @@ def test_figures_by_hand(measured: EngineBench) -> None:
     assert found is not None
     assert found.mean == pytest.approx(0.1)
     assert found.error == pytest.approx(0.05)
+
+
+def test_a_step_is_compared_with_the_machines_rates_round_by_round(measured: EngineBench) -> None:
+    cell = dataclasses.replace(measured.cells[0], step_ms=(10.0, 30.0, 10.0))
+    floor = Floor(
+        MODEL,
+        cell.precision,
+        flops=4_000_000_000,
+        moved_bytes=50_000_000,
+        product_ms=(4.0, 12.0, 5.0),
+        moving_ms=(0.5, 1.5, 0.5),
+        optimizer_ms=(0.5, 1.5, 1.5),
+    )
+    result = dataclasses.replace(measured, cells=(cell,), floors=(floor,))
+    assert floor.step_ms == (5.0, 15.0, 7.0)
+    assert result.share(cell) == Spread(median=0.5, low=0.5, high=0.6)
+    shown = result.summary()
+    row = "4 GFLOP at 800 GFLOP/s: 5 ms | 0.05 GB at 100 GB/s: 0.5 ms | 1.5 ms | 7 ms |"
+    assert row in shown
+    assert "50% (50% to 60%)" in shown
+    assert "Floor" not in dataclasses.replace(result, floors=()).summary()
+
+
+def test_the_machine_is_measured_in_every_round(measured: EngineBench) -> None:
+    assert [(each.model, each.precision) for each in measured.floors] == [
+        (MODEL, "fp32"),
+        (MODEL, "bf16"),
+    ]
+    for each in measured.floors:
+        assert len(each.step_ms) == TINY["rounds"]
+        assert all(ms > 0 for ms in (*each.product_ms, *each.moving_ms, *each.optimizer_ms))
+    single, half = measured.floors
+    assert (single.flops, single.moved_bytes) == (half.flops, 2 * half.moved_bytes)
+
+
+def test_products_are_counted_by_what_enters_and_leaves_them() -> None:
+    rows, model = 5, nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    products = 8 * 16 + 16 * 4  # forward
+    products += 16 * 4 + 16 * 4 + 8 * 16  # gradients of the second layer and of the first weight
+    entering = 8 + 16 + 4 + 16  # input, ReLU's output, and gradients of output and of ReLU's input
+    leaving = 16 + 4 + 16  # both outputs, and the gradient of the second layer's input
+    assert roofline._counted(model, (torch.randn(rows, 8),)) == (
+        2 * rows * products,
+        rows * (entering + leaving),
+    )
+
+
+def test_attention_that_torchs_counter_leaves_out_is_counted() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            query = query * self.scale
+            return nn.functional.scaled_dot_product_attention(query, query, query)
+
+    flops, _ = roofline._counted(Attention(), (torch.randn(2, 3, 32, 16),))
+    one = 2 * 2 * 3 * 32 * 32 * 16  # a product for all heads
+    assert flops == 2 * one + 5 * one  # backward computes the scores again
 
 
 def test_a_wrong_engine_shows(measured: EngineBench) -> None:

@@ -1,0 +1,184 @@
+"""Least time of a training step at this machine's own rates, measured between the engines' turns.
+
+A step's floor is the time of its matrix products and convolutions at the rate of a large matrix
+product, plus the time to write the activations that enter them and to read those that leave them at
+the rate of a large copy, as if everything between two products were one operator, plus the time of
+torch's fused AdamW with clipping. A step can be faster than that if activations stay in the caches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ortlab.bench.interleaved import SHORTEST_MS, no_gc, synchronize
+from ortlab.bench.result import Floor
+from ortlab.engines.base import Batch
+from ortlab.engines.batch import arguments
+from ortlab.graph.timed_step import Clock, Step
+
+_SIZE: Final = 2048
+"""Rows and columns of the large matrix product."""
+_COPIED_BYTES: Final = 256 << 20
+_QUICK: Final = 32
+"""The large product and copy are this much smaller in each direction for tiny models."""
+_TYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COUNTED: Any = flop_counter  # without types
+_ATTENTION: Final = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: _COUNTED.sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda *shapes, **_: _COUNTED.sdpa_backward_flop_count(*shapes[:4])
+    ),
+}
+"""Operators that torch's own counter leaves out."""
+
+
+class Roofline:
+    """Measures the floors of a model in some precisions.
+
+    Args:
+        name: Name of the model.
+        model: The model in training mode, on its device.
+        batch: The batch of a step.
+        precisions: Precisions to measure; others than fp32, bf16 and fp16 are left out.
+        quick: True for smaller products and copies, as for tiny models.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        batch: Batch,
+        precisions: Sequence[str],
+        *,
+        quick: bool = False,
+    ) -> None:
+        device = next(model.parameters()).device
+        size = _SIZE // (_QUICK if quick else 1)
+        self._matrices = {
+            precision: torch.randn(size, size, device=device, dtype=_TYPES[precision])
+            for precision in precisions
+            if precision in _TYPES
+        }
+        copied = _COPIED_BYTES // (_QUICK**2 if quick else 1)
+        self._copied = torch.ones(copied // 4, device=device)
+        self._copy = torch.empty_like(self._copied)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self._parameters = [each.detach().clone().requires_grad_() for each in trained]
+        for each in self._parameters:
+            each.grad = torch.ones_like(each)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, fused=True)
+        self._flops, self._elements = _counted(model, batch)
+        self._name = name
+        self._took: dict[str, list[tuple[float, float, float]]] = {
+            precision: [] for precision in self._matrices
+        }
+
+    def turn(self) -> None:
+        """Measure the machine's rates and the optimizer once."""
+        copy_s = _time_s(lambda: self._copy.copy_(self._copied))
+        bytes_per_ms = 2 * self._copied.nbytes / copy_s / 1e3
+        optimizer_ms = 1e3 * _time_s(self._optimize)
+        for precision, matrix in self._matrices.items():
+            product_s = _time_s(lambda matrix=matrix: matrix @ matrix)  # type: ignore[misc]
+            flops_per_ms = 2 * len(matrix) ** 3 / product_s / 1e3
+            moving_ms = self._moved(precision) / bytes_per_ms
+            self._took[precision].append((self._flops / flops_per_ms, moving_ms, optimizer_ms))
+
+    def floors(self) -> list[Floor]:
+        """Return the floors of the turns so far, by precision."""
+        return [
+            Floor(
+                self._name,
+                precision,
+                self._flops,
+                self._moved(precision),
+                *zip(*took, strict=True),
+            )
+            for precision, took in self._took.items()
+            if took
+        ]
+
+    def _moved(self, precision: str) -> int:
+        return self._elements * _TYPES[precision].itemsize
+
+    def _optimize(self) -> None:
+        nn.utils.clip_grad_norm_(self._parameters, math.inf)
+        self._optimizer.step()
+
+
+def _time_s(call: Callable[[], object]) -> float:
+    """Return the mean time of a call in seconds, over calls of `SHORTEST_MS` or longer."""
+    call()
+    calls, took_s = 0, 0.0
+    with no_gc():
+        synchronize()
+        began = time.perf_counter()
+        while took_s * 1e3 < SHORTEST_MS:
+            call()
+            synchronize()
+            calls += 1
+            took_s = time.perf_counter() - began
+    return took_s / calls
+
+
+def _counted(model: nn.Module, batch: Batch) -> tuple[int, int]:
+    """Return operations of the products in a step, and elements of what enters and leaves them."""
+    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    passed = _Passed(model, counter.flop_registry)
+    args, kwargs = arguments(model, batch)
+    with counter, passed:
+        Step(model, args, kwargs).run(model, Clock(torch.device("cpu")))
+    return counter.get_total_flops(), passed.elements
+
+
+class _Passed(TorchDispatchMode):
+    """Counts the elements that enter and leave products, without weights and their gradients.
+
+    Each tensor enters once, and not at all if a product has made it. The optimizer reads gradients
+    of weights, which are told from activations by their shapes.
+    """
+
+    def __init__(self, model: nn.Module, products: Mapping[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products = products
+        self._weights = {_storage(each) for each in model.parameters()}
+        self._shapes: set[tuple[int, ...]] = set()
+        self._seen: dict[int, torch.Tensor] = {}  # kept, so that no other has its storage
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func._overloadpacket in self._products:
+            for each in _tensors(args):
+                if _storage(each) in self._weights:
+                    self._shapes.add(tuple(sorted(each.shape)))
+                else:
+                    self._count(each)
+            for each in _tensors(found):
+                if tuple(sorted(each.shape)) not in self._shapes:
+                    self._count(each)
+        return found
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if _storage(tensor) not in self._seen:
+            self._seen[_storage(tensor)] = tensor
+            self.elements += tensor.numel()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
