@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import nn
-from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ortlab.bench.interleaved import SHORTEST_MS, no_gc, synchronize
 from ortlab.bench.result import Floor
 from ortlab.engines.base import Batch
 from ortlab.engines.batch import arguments
+from ortlab.engines.torch.products import counted
 from ortlab.graph.timed_step import Clock, Step
 
 _SIZE: Final = 2048
@@ -31,16 +29,6 @@ _COPIED_BYTES: Final = 256 << 20
 _QUICK: Final = 32
 """The large product and copy are this much smaller in each direction for tiny models."""
 _TYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COUNTED: Any = flop_counter  # without types
-_ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        lambda query, key, value, *_, **__: _COUNTED.sdpa_flop_count(query, key, value)
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda *shapes, **_: _COUNTED.sdpa_backward_flop_count(*shapes[:4])
-    ),
-}
-"""Operators that torch's own counter leaves out."""
 
 
 class Roofline:
@@ -134,51 +122,5 @@ def _time_s(call: Callable[[], object]) -> float:
 
 def _counted(model: nn.Module, batch: Batch) -> tuple[int, int]:
     """Return operations of the products in a step, and elements of what enters and leaves them."""
-    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_ATTENTION)
-    passed = _Passed(model, counter.flop_registry)
-    args, kwargs = arguments(model, batch)
-    with counter, passed:
-        Step(model, args, kwargs).run(model, Clock(torch.device("cpu")))
-    return counter.get_total_flops(), passed.elements
-
-
-class _Passed(TorchDispatchMode):
-    """Counts the elements that enter and leave products, without weights and their gradients.
-
-    Each tensor enters once, and not at all if a product has made it. The optimizer reads gradients
-    of weights, which are told from activations by their shapes.
-    """
-
-    def __init__(self, model: nn.Module, products: Mapping[Any, Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._products = products
-        self._weights = {_storage(each) for each in model.parameters()}
-        self._shapes: set[tuple[int, ...]] = set()
-        self._seen: dict[int, torch.Tensor] = {}  # kept, so that no other has its storage
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func._overloadpacket in self._products:
-            for each in _tensors(args):
-                if _storage(each) in self._weights:
-                    self._shapes.add(tuple(sorted(each.shape)))
-                else:
-                    self._count(each)
-            for each in _tensors(found):
-                if tuple(sorted(each.shape)) not in self._shapes:
-                    self._count(each)
-        return found
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        if _storage(tensor) not in self._seen:
-            self._seen[_storage(tensor)] = tensor
-            self.elements += tensor.numel()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    step, clock = Step(model, *arguments(model, batch)), Clock(torch.device("cpu"))
+    return counted(lambda: step.run(model, clock), model.parameters())
