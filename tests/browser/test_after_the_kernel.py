@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import SCREENSHOTS, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, SCREENSHOTS, Notebook, Opens, Takes
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 SETUP = """
 %load_ext ortlab
@@ -96,6 +96,37 @@ def test_a_loop_whose_kernel_died_says_how_to_continue(notebook: Opens, page: Pa
     expect(run.locator(".ortlab-silence")).to_contain_text(told)
     book.reload()
     expect(page.locator("[data-ortlab-still]")).to_contain_text(told)
+
+
+def test_after_a_restart_nothing_looks_alive_and_the_run_is_resumed(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([SETUP, RUN, "%ort panel model", "%ort runs"])
+    for cell in range(4):
+        book.run_cell(cell)
+    run = book.view()
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.locator(".lm-Menu-item", has_text="Restart Kernel…").first.click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    panel = page.locator(".ortlab-panel-view")
+    for view, state in ((run, ".ortlab-state"), (panel, ".ortlab-panel-state")):
+        expect(view.locator(state)).to_have_text("its kernel has ended")
+        expect(view.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(panel).to_have_attribute("inert", "")
+    expect(book.cell(3)).to_contain_text("The kernel has ended: run this cell again")
+    found = RESUMED.search(run.inner_text())
+    assert found is not None
+    command = found[0].removesuffix(" continues it")
+    name = command.split()[-1]
+    panel.scroll_into_view_if_needed()
+    screenshot("kernel-restarted")
+    book.reload()
+    expect(book.cell(3).get_by_text("Active runs are shown as of 2")).to_be_visible()
+    expect(page.get_by_text("Error displaying widget").locator("visible=true")).to_have_count(0)
+    screenshot("kernel-restarted-reopened")
+    book.run_cell(0)
+    book.run_next(f"again = {command}")
+    expect(page.locator(".ortlab-run")).to_contain_text(f"continues {name} from step")
 
 
 def test_a_run_whose_kernel_was_shut_down(notebook: Opens, page: Page) -> None:

@@ -7,9 +7,9 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, NEEDS_ORT, Notebook, Opens, Takes
 
-pytestmark = [pytest.mark.browser, NEEDS_ORT]
+pytestmark = [pytest.mark.browser, NEEDS_ORT, BOTH]
 
 MODEL = """
 %load_ext ortlab

@@ -29,6 +29,7 @@ const { outputFiles } = await build({
     panel: "src/panel.js",
     inpage: "src/inpage.js",
     history: "src/history.js",
+    keys: "src/keys.js",
   },
   outdir: fileURLToPath(STATIC),
   bundle: true,
