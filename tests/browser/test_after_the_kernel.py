@@ -165,10 +165,29 @@ def test_other_views_whose_kernel_died(
     expect(still).to_be_hidden()
     kill(book)
     page.get_by_role("button", name="Ok").click()
+    expect(page.locator(live)).to_have_attribute("inert", "")
     book.reload()
     expect(still).to_be_visible()
     expect(still).to_contain_text(told)
     expect(page.get_by_text("Error displaying widget")).to_be_hidden()
+
+
+RACE = """
+race = %ort race model train --loss cross_entropy --engines eager --rounds 100000 --steps 5
+"""
+
+
+def test_a_race_whose_kernel_died(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([SETUP, RACE])
+    book.run_cell(0)
+    book.run_cell(1)
+    buttons = page.locator(".ortlab-search")
+    expect(buttons.get_by_role("button", name="Stop")).to_be_enabled()
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    expect(buttons).to_have_attribute("inert", "")
+    expect(book.cell(1)).to_contain_text("The kernel has ended: run the cells above")
+    screenshot("race-kernel-died")
 
 
 def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -> None:

@@ -1,7 +1,6 @@
 """Widget for the recompute plans of a model: a table of checkboxes, and sliders for batch sizes.
 
-It consists of Jupyter's own controls, which support labels and themes, and the keyboard once
-js/src/keys.js has reserved the sliders' arrow keys.
+It consists of Jupyter's own controls, which support labels, keyboard and themes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import anywidget
 import ipywidgets
 from IPython.core.getipython import get_ipython
 
@@ -98,9 +96,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
                 ),
                 self._apply,
                 self._said,
-                anywidget.AnyWidget(
-                    _esm=display.bundled("keys.js"), layout=ipywidgets.Layout(display="none")
-                ),
+                display.controls_guard(),
             ]
         )
         self._draw()
