@@ -73,6 +73,7 @@ def test_ticks_sliders_and_errors(book: Notebook, page: Page, screenshot: Takes)
     page.get_by_placeholder("2GiB").press("Enter")  # the same text once more
     expect(whole).not_to_be_checked()
     whole.check()
+    expect(apply).to_have_text(re.compile("^Recompute 4 modules"))  # it is disabled in between
     apply.click()
     expect(said).to_contain_text("bert.encoder.layer.* from the next step on")
     book.run_next(CHOSEN)
