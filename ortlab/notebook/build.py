@@ -18,7 +18,7 @@ SOURCES = Path("ortlab/notebook/js")
 BUNDLE = Path("ortlab/notebook/static")
 MADE = (
     *("runview.js", "runview.css", "graphview.js", "graphview.css", "panel.js", "panel.css"),
-    *("history.js", "history.css", "inpage.js", "inpage.css"),
+    *("history.js", "history.css", "inpage.js", "inpage.css", "controls_guard.js"),
     "ort-wasm-simd-threaded.wasm.gz",
     "THIRD_PARTY_LICENSES.txt",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.browser.lab import (
     SCREENSHOTS,
     Lab,
     Notebook,
+    Notebook7,
     Opens,
     Takes,
     write_notebook,
@@ -59,10 +61,24 @@ def chromium(installed: str) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def lab(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def jupyterlab(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Start one server for all tests; every test has its own notebook, page and kernel."""
     with Lab(tmp_path_factory.mktemp("notebooks")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def notebook7(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Start one server of Notebook 7 for the tests marked `BOTH` or `IN_NOTEBOOK`."""
+    with Notebook7(tmp_path_factory.mktemp("notebooks")) as server:
+        yield server
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest) -> Lab:
+    """Return the server of JupyterLab, or the one that a mark of the test names."""
+    server: Lab = request.getfixturevalue(getattr(request, "param", "jupyterlab"))
+    return server
 
 
 @pytest.fixture
@@ -86,7 +102,8 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
     books: list[Notebook] = []
 
     def opened(cells: Sequence[str]) -> Notebook:
-        name = f"{request.node.name}.ipynb"
+        # nbconvert takes brackets as a pattern, Notebook 7 a percent sign as a code.
+        name = re.sub(r"\W+", "-", request.node.name) + ".ipynb"
         write_notebook(lab.root / name, cells)
         books.append(Notebook(page, lab, name))
         return books[-1]
@@ -112,11 +129,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture
-def screenshot(request: pytest.FixtureRequest, page: Page) -> Takes:
+def screenshot(page: Page, lab: Lab) -> Takes:
     """Return a function that saves a screenshot of the page under build/screenshots."""
 
     def take(name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=SCREENSHOTS / f"{name}.png")
+        seen = f"notebook-7-{name}" if isinstance(lab, Notebook7) else name
+        page.screenshot(path=SCREENSHOTS / f"{seen}.png")
 
     return take

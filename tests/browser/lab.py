@@ -27,6 +27,12 @@ from ortlab.notebook.privacy import HOW as PRIVATE
 from tests.support.waiting import HANGS_S
 
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+IN_NOTEBOOK = pytest.mark.parametrize("lab", ["notebook7"], indirect=True)
+"""Run a test in Notebook 7 instead of JupyterLab."""
+BOTH = pytest.mark.parametrize(
+    "lab", ["jupyterlab", pytest.param("notebook7", marks=pytest.mark.nightly)], indirect=True
+)
+"""Run a test in JupyterLab and, in `make nightly`, in Notebook 7."""
 CHROMIUM_ARGUMENTS = [
     "--headless",
     "--no-sandbox",

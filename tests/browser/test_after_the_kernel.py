@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import SCREENSHOTS, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, SCREENSHOTS, Notebook, Opens, Takes
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 SETUP = """
 %load_ext ortlab
@@ -98,6 +98,37 @@ def test_a_loop_whose_kernel_died_says_how_to_continue(notebook: Opens, page: Pa
     expect(page.locator("[data-ortlab-still]")).to_contain_text(told)
 
 
+def test_after_a_restart_nothing_looks_alive_and_the_run_is_resumed(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([SETUP, RUN, "%ort panel model", "%ort runs"])
+    for cell in range(4):
+        book.run_cell(cell)
+    run = book.view()
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.locator(".lm-Menu-item", has_text="Restart Kernel…").first.click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
+    panel = page.locator(".ortlab-panel-view")
+    for view, state in ((run, ".ortlab-state"), (panel, ".ortlab-panel-state")):
+        expect(view.locator(state)).to_have_text("its kernel has ended")
+        expect(view.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(panel).to_have_attribute("inert", "")
+    expect(book.cell(3)).to_contain_text("The kernel has ended: run this cell again")
+    found = RESUMED.search(run.inner_text())
+    assert found is not None
+    command = found[0].removesuffix(" continues it")
+    name = command.split()[-1]
+    panel.scroll_into_view_if_needed()
+    screenshot("kernel-restarted")
+    book.reload()
+    expect(book.cell(3).get_by_text("Active runs are shown as of 2")).to_be_visible()
+    expect(page.get_by_text("Error displaying widget").locator("visible=true")).to_have_count(0)
+    screenshot("kernel-restarted-reopened")
+    book.run_cell(0)
+    book.run_next(f"again = {command}")
+    expect(page.locator(".ortlab-run")).to_contain_text(f"continues {name} from step")
+
+
 def test_a_run_whose_kernel_was_shut_down(notebook: Opens, page: Page) -> None:
     """JupyterLab then disposes of the connection and tells of no other state of the kernel."""
     book = notebook([SETUP, RUN])
@@ -134,10 +165,29 @@ def test_other_views_whose_kernel_died(
     expect(still).to_be_hidden()
     kill(book)
     page.get_by_role("button", name="Ok").click()
+    expect(page.locator(live)).to_have_attribute("inert", "")
     book.reload()
     expect(still).to_be_visible()
     expect(still).to_contain_text(told)
     expect(page.get_by_text("Error displaying widget")).to_be_hidden()
+
+
+RACE = """
+race = %ort race model train --loss cross_entropy --engines eager --rounds 100000 --steps 5
+"""
+
+
+def test_a_race_whose_kernel_died(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([SETUP, RACE])
+    book.run_cell(0)
+    book.run_cell(1)
+    buttons = page.locator(".ortlab-search")
+    expect(buttons.get_by_role("button", name="Stop")).to_be_enabled()
+    kill(book)
+    page.get_by_role("button", name="Ok").click()
+    expect(buttons).to_have_attribute("inert", "")
+    expect(book.cell(1)).to_contain_text("The kernel has ended: run the cells above")
+    screenshot("race-kernel-died")
 
 
 def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -> None:

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import SCREENSHOTS, Opens, Takes
+from tests.browser.lab import BOTH, SCREENSHOTS, Opens, Takes
 from tests.browser.test_charts_in_lab import LONG, START, points, wait_for_step
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 STEPS = 300
 PAUSED_AT = 120

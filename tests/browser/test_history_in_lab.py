@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import Lab, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, Lab, Notebook, Opens, Takes
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 CURVES = "Curves of run-1 · lr 0.3, run-2 · lr 0.01, run-3 · lr 0.001"
 RUNS = """
@@ -81,7 +81,7 @@ def test_runs_are_sorted_searched_and_compared(
     assert "&lt;img src=x onerror" in page_of_runs
     assert "<img src=x" not in page_of_runs
     page.evaluate("() => window.panel.sessionContext.shutdown()")
-    again = Notebook(page, lab, f"{test_runs_are_sorted_searched_and_compared.__name__}.ipynb")
+    again = Notebook(page, lab, book.file.name)
     still = again.cell(1)
     expect(still.locator("table tbody tr")).to_have_count(4)
     expect(still.locator("tr", has_text="run-4").locator("td").nth(1)).to_have_text("stopped")

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Notebook, Notebook7, Takes, write_notebook
+from tests.browser.lab import IN_NOTEBOOK, NEEDS_ORT, Notebook, Opens, Takes
 from tests.browser.test_chart_tools_in_lab import VERMILLION, chart, drag, pixels, plot, point
 from tests.support.lab_views import BERT, FINETUNE, MODEL, graph, opened, pane
 
-pytestmark = [pytest.mark.browser, NEEDS_ORT]
+pytestmark = [pytest.mark.browser, NEEDS_ORT, IN_NOTEBOOK]
 
 BLACK = "rgb(0, 0, 0)"
 
 
 @pytest.fixture
-def book(installed: str, page: Page, tmp_path: Path) -> Iterator[Notebook]:
-    """Open a notebook in Notebook 7 that trains in one cell and shows graphs in the next."""
-    cells = [MODEL, FINETUNE, "result = await run", BERT, "%ort graph model"]
-    write_notebook(tmp_path / "book.ipynb", cells)
-    with Notebook7(tmp_path) as server:
-        opened = Notebook(page, server, "book.ipynb")
-        yield opened
-        opened.close()
-        page.goto("about:blank")  # otherwise the page would report that the server has ended
+def book(notebook: Opens) -> Notebook:
+    """Open a notebook that trains in one cell and shows graphs in the next."""
+    return notebook([MODEL, FINETUNE, "result = await run", BERT, "%ort graph model"])
 
 
 def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) -> None:
@@ -36,6 +28,13 @@ def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) 
     opened(run)
     grown = "n => Number(document.querySelector('.ortlab-chart').dataset.points) > n"
     page.wait_for_function(grown, arg=10)
+    run.get_by_text("more settings").click()
+    for topic in run.locator(".ortlab-panel-topic").all():
+        topic.locator("> summary").click()
+    expect(book.cell(1)).to_have_class(re.compile("jp-mod-outputsScrolled"))  # Notebook 7 does that
+    boxed = "run => run.closest('.jp-OutputArea').clientHeight < run.clientHeight"
+    assert not run.evaluate(boxed), "the view is in a box that scrolls"
+    run.get_by_text("more settings").click()
     drag(run, "loss", 0.3, 0.7)
     reset = run.get_by_role("button", name="Show the whole run")
     expect(reset).to_have_attribute("aria-disabled", "false")
@@ -47,16 +46,16 @@ def test_charts_panel_and_graphs(book: Notebook, page: Page, screenshot: Takes) 
     run.get_by_role("button", name="Apply").click()
     expect(run.locator(".ortlab-panel-result")).to_contain_text("applied after step")
     expect(run.locator(".ortlab-change")).to_contain_text("learning_rate=0.001 (was 5e-05)")
-    screenshot("notebook-7-run-light")
+    screenshot("run-light")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
     expect(page.locator(".ortlab-graph")).to_be_visible()
     edge = pane(graph(book), "forward").locator(".edge-path").first
     expect(edge).to_have_css("stroke", BLACK)
-    screenshot("notebook-7-graph-light")
+    screenshot("graph-light")
     book.theme("JupyterLab Dark")
     expect(edge).not_to_have_css("stroke", BLACK)
-    screenshot("notebook-7-graph-dark")
+    screenshot("graph-dark")
 
 
 def test_a_panel_starts_a_run_or_stays(book: Notebook, page: Page, screenshot: Takes) -> None:
@@ -74,7 +73,7 @@ def test_a_panel_starts_a_run_or_stays(book: Notebook, page: Page, screenshot: T
     expect(loss).to_have_attribute("aria-invalid", "true")
     expect(loss).to_be_focused()
     expect(epochs).to_have_value("100000")
-    screenshot("notebook-7-panel")
+    screenshot("panel")
     loss.select_option("cross_entropy")
     view.get_by_role("button", name="Start").click()
     run = page.locator(".ortlab-run")
@@ -118,9 +117,9 @@ def test_a_panels_run_has_the_charts_tools(book: Notebook, page: Page, screensho
     expect(chart(run, "loss").locator(".ortlab-chart-note")).to_have_text("log")
     run.get_by_role("combobox", name="X axis").select_option("samples")
     assert "samples" in point(run, "lr", 0.5)
-    screenshot("notebook-7-tools-light")
+    screenshot("tools-light")
     book.theme("JupyterLab Dark")
-    screenshot("notebook-7-tools-dark")
+    screenshot("tools-dark")
     run.get_by_role("button", name="Stop").click()
     expect(page.locator(".jp-OutputArea img")).to_be_visible()
-    screenshot("notebook-7-picture-dark")
+    screenshot("picture-dark")

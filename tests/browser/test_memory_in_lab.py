@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Lab, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, NEEDS_ORT, Lab, Notebook, Opens, Takes
 
-pytestmark = [pytest.mark.browser, NEEDS_ORT]
+pytestmark = [pytest.mark.browser, NEEDS_ORT, BOTH]
 
 MODEL = """
 %load_ext ortlab

@@ -7,9 +7,9 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import Opens, Takes
+from tests.browser.lab import BOTH, Opens, Takes
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 SETUP = """
 %load_ext ortlab

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import Opens, Takes
+from tests.browser.lab import BOTH, Opens, Takes
 from tests.support.lab_views import FINETUNE, MODEL, opened
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 VIOLET = """canvas => {
     const { width, height } = canvas;

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import Lab, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, Lab, Notebook, Opens, Takes
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, BOTH]
 
 RACE = """
 %load_ext ortlab
@@ -53,7 +53,7 @@ def test_a_table_fills_in_and_the_best_is_applied(
     assert len(pages) == 1, "the value of the cell is shown twice"
     assert "stopped before the end" in pages[0]
     page.evaluate("() => window.panel.sessionContext.shutdown()")
-    again = Notebook(page, lab, f"{test_a_table_fills_in_and_the_best_is_applied.__name__}.ipynb")
+    again = Notebook(page, lab, book.file.name)
     still = again.cell(0)
     expect(still.locator("table tbody tr")).to_have_count(4)
     expect(still.get_by_text("Error displaying widget")).to_be_hidden()

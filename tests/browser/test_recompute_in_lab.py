@@ -7,9 +7,9 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Notebook, Opens, Takes
+from tests.browser.lab import BOTH, NEEDS_ORT, Notebook, Opens, Takes
 
-pytestmark = [pytest.mark.browser, NEEDS_ORT]
+pytestmark = [pytest.mark.browser, NEEDS_ORT, BOTH]
 
 MODEL = """
 %load_ext ortlab
@@ -73,6 +73,7 @@ def test_ticks_sliders_and_errors(book: Notebook, page: Page, screenshot: Takes)
     page.get_by_placeholder("2GiB").press("Enter")  # the same text once more
     expect(whole).not_to_be_checked()
     whole.check()
+    expect(apply).to_have_text(re.compile("^Recompute 4 modules"))  # it is disabled in between
     apply.click()
     expect(said).to_contain_text("bert.encoder.layer.* from the next step on")
     book.run_next(CHOSEN)

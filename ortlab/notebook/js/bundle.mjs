@@ -29,6 +29,7 @@ const { outputFiles } = await build({
     panel: "src/panel.js",
     inpage: "src/inpage.js",
     history: "src/history.js",
+    controls_guard: "src/controls_guard.js",
   },
   outdir: fileURLToPath(STATIC),
   bundle: true,

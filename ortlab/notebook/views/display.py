@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anywidget
+import ipywidgets
 from IPython.display import publish_display_data
 
 from ortlab.utils import buttons
@@ -112,6 +114,15 @@ def still(mark: str, kind: str, page: str, *, by_style: bool = False) -> str:
         f"<style>{child}:has(+ {child} {here}):not(:has({classes})) {{display: none}} {hides}"
         f'</style><div data-ortlab-still="{mark}">{page}</div>'
     )
+
+
+def controls_guard() -> anywidget.AnyWidget:
+    """Return an invisible child for a view that consists of Jupyter's own controls.
+
+    It disables the view when the kernel ends, and lets arrow keys reach sliders in Notebook 7.
+    """
+    hidden = ipywidgets.Layout(display="none")
+    return anywidget.AnyWidget(_esm=bundled("controls_guard.js"), layout=hidden)
 
 
 def print_waiting() -> None:

@@ -6,6 +6,7 @@ separate output for saved notebooks, HTML pages and printed ones; the live table
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +126,18 @@ def _plain(history: History) -> dict[str, str]:
 
 
 def _page(history: History, mark: str) -> dict[str, str]:
-    """Return the static table, which the live one hides."""
+    """Return the static table, which the live one hides.
+
+    If the kernel ends before its runs do, nobody corrects the state shown for them.
+    """
     plain = _plain(history)
-    return {**plain, "text/html": still(mark, "ortlab-history", plain["text/html"])}
+    page = plain["text/html"]
+    if not _Runs(history).over():
+        page += (
+            f"<p>Active runs are shown as of {time.strftime('%Y-%m-%d %H:%M:%S')}: run this cell "
+            "again for their state now.</p>"
+        )
+    return {**plain, "text/html": still(mark, "ortlab-history", page)}
 
 
 def _row(entry: RunEntry, *, live: bool) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
                 ),
                 self._apply,
                 self._said,
+                display.controls_guard(),
             ]
         )
         self._draw()

@@ -17,7 +17,7 @@ from IPython.display import publish_display_data
 
 from ortlab.notebook.views.charts import Live
 from ortlab.notebook.views.closing import close_all, ends_with_cell
-from ortlab.notebook.views.display import print_waiting, publish, republish, still
+from ortlab.notebook.views.display import controls_guard, print_waiting, publish, republish, still
 from ortlab.notebook.views.pump import Pump
 from ortlab.search.background import Background
 
@@ -43,7 +43,7 @@ class Buttons:
         self._said = ipywidgets.Label()
         self._stop.on_click(self._stopped)
         self._apply.on_click(self._applied)
-        self.box = ipywidgets.HBox([self._stop, self._apply, self._said])
+        self.box = ipywidgets.HBox([self._stop, self._apply, self._said, controls_guard()])
         self.box.add_class(_CLASS)
 
     def over(self) -> None:

@@ -56,7 +56,11 @@ class View {
     model.on("change:controls", this.draw);
     model.on("change:standing", this.draw);
     this.draw();
-    this.forget = whenKernelEnds(model, () => retire(this.root, "The kernel has ended: run the cells above and this cell again."));
+    this.forget = whenKernelEnds(model, () => {
+      this.buttons.hidden = true;
+      if (this.state.textContent) this.state.textContent = "its kernel has ended";
+      retire(this.root, "The kernel has ended: run the cells above and this cell again.");
+    });
     model.send({ do: "open" });
   }
 
