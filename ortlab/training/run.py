@@ -16,7 +16,7 @@ from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import Recorder, State, Status, Watched
+from ortlab.metrics.recorder import Recorder, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.settings.signatures import takes
@@ -190,7 +190,7 @@ class Run(StoredRun):
         return self._model()
 
     @property
-    def state(self) -> State:
+    def state(self) -> str:  # not State: jedi completes no attribute where a property is a Literal
         """State of the run."""
         return self._progress.state
 
@@ -486,7 +486,7 @@ class Run(StoredRun):
 
     def so_far(self) -> RunResult:
         """Return the result up to now, whose ``state`` is the current one."""
-        return self._progress.result or self._record.summary(self.state)
+        return self._progress.result or self._record.summary(self._progress.state)
 
     def status(self) -> Status:
         """Return the current status. See `ortlab.metrics.recorder.Watched.status`."""

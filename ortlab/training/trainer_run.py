@@ -179,8 +179,11 @@ class TrainerRun(StoredRun):
         return self._model()
 
     @property
-    def state(self) -> State:
+    def state(self) -> str:  # not State: jedi completes no attribute where a property is a Literal
         """State of the run."""
+        return self._current()
+
+    def _current(self) -> State:
         if self.over():
             return self._state
         if self._stopping:
@@ -367,7 +370,7 @@ class TrainerRun(StoredRun):
             troubles = [self.recorder.trouble, *troubles]
         badges += filter(None, troubles)
         return Status(
-            state=self.state,
+            state=self._current(),
             step=self._step,
             total_steps=self._total,
             elapsed_s=self._elapsed_s(),
