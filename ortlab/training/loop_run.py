@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
+from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.batch import count, tensors
 from ortlab.metrics.recorder import NAN, Watched
 from ortlab.metrics.user_metrics import MOST
@@ -172,7 +172,7 @@ class LoopRun(TrainerRun):
             self._writer.close()
             try:
                 self._taken().save(self._folder.checkpoint_path("final"))
-            except (NotSaved, ValueError) as failure:
+            except Exception as failure:  # noqa: BLE001 - a state_dict of the user's may raise anything
                 self.tell("warning", f"no checkpoint of the end of the loop: {failure}")
             self._loop_state = None  # it refers to the model
         super().end(error, why)

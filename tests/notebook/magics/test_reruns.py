@@ -154,6 +154,18 @@ def test_a_live_run_and_a_new_model(ip: Typist) -> None:
     ip("gate.set()")
 
 
+def test_a_run_may_be_stopped_where_the_next_one_begins(ip: Typist) -> None:
+    ip(f"import threading\n{GATED}net = Net()")
+    ip("run = %ort finetune net data --loss cross_entropy --engine eager")
+    first = ip["run"]
+    ip(
+        "threading.Timer(1, gate.set).start()\nrun.stop()\n"
+        "run = %ort finetune net data --loss cross_entropy --engine eager --max-steps 2"
+    )
+    assert ip["run"] is not first
+    assert first.state == "stopped"
+
+
 def test_two_runs_of_a_model_in_one_cell_are_a_mistake(ip: Typist) -> None:
     ip(f"{GATED}net = Net()")
     once = "run = %ort finetune net data --loss cross_entropy --engine eager"
