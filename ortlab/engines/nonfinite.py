@@ -174,10 +174,8 @@ class _Operations(TorchFunctionMode):
 
     def _of_data(self, args: Sequence[Any]) -> bool:
         """Return whether no weight that is trained goes into the arguments of an operator."""
-        given = batches.tensors(list(args))
-        return (
-            torch.is_grad_enabled() and bool(given) and not any(each.requires_grad for each in given)
-        )
+        given = [each.requires_grad for each in batches.tensors(list(args))]
+        return torch.is_grad_enabled() and bool(given) and not any(given)
 
     def _rows(self, result: Any) -> list[int]:
         """Return the samples that are bad in a result; all at once say nothing about one."""

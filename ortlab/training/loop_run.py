@@ -23,6 +23,7 @@ from ortlab.training.loop_state import LoopState
 from ortlab.training.resume import Earlier
 from ortlab.training.tracker import INTERCEPTION, LOGGED, number
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
+from ortlab.utils.errors import brief
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,6 +134,7 @@ class LoopRun(TrainerRun):
         INTERCEPTION.enter(self)
         self._show(self)
 
+    @brief
     def checkpoint(self, path: str | Path | None = None) -> Path:
         """Save model, optimizer, scheduler and random states to a file.
 
@@ -205,6 +207,7 @@ class LoopRun(TrainerRun):
         self._counts_calls = False
         self.turn.count(batch)
 
+    @brief
     def log(self, **values: Any) -> None:
         """Set values of the last step, or add metrics of an evaluation.
 

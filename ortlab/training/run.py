@@ -32,6 +32,7 @@ from ortlab.training.run_result import RunResult
 from ortlab.training.run_view import RunView
 from ortlab.training.run_worker import RunWork, RunWorker
 from ortlab.training.schedule import check_schedule, length_note, total_steps
+from ortlab.utils.errors import brief
 from ortlab.utils.interrupts import until
 from ortlab.utils.tables import Table
 
@@ -272,6 +273,7 @@ class Run(StoredRun):
         """Pause before the next step, without waiting for it."""
         self._control.pause()
 
+    @brief
     @takes(FinetuneSettings.declarations().values(), changes=True)
     def resume(self, *, skip: bool = False, **changes: Any) -> None:
         """Resume a run that was paused, by the user or by a failure.
@@ -341,6 +343,7 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
+    @brief
     @takes(FinetuneSettings.declarations().values(), changes=True)
     def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
@@ -380,6 +383,7 @@ class Run(StoredRun):
             self._progress.auto, self._progress.choice = wanted.model.engine, choice
         return self._control.apply(changes)
 
+    @brief
     def undo(self) -> ChangeRequest:
         """Undo the last change of settings; called again, undo the one before it.
 

@@ -135,8 +135,8 @@ def test_tab_completes_keyword_arguments_and_their_values(ip: Typist, jedi: bool
 @pytest.mark.parametrize("jedi", [True, False])
 def test_tab_completes_the_attributes_of_runs(ip: Typist, jedi: bool) -> None:
     ip("net = Net(); data = batches()")
-    ip(f"{TRAIN} --loss cross_entropy\nawait run\nimport ortlab\nstored = ortlab.open_run(run.name)")
-    ip("with ortlab.track(net) as loop: pass")
+    ip(f"{TRAIN} --loss cross_entropy\nawait run")
+    ip("import ortlab\nstored = ortlab.open_run(run.name)\nwith ortlab.track(net) as loop: pass")
     ip.shell.Completer.use_jedi = jedi
     for name in ("run", "stored", "loop"):
         with provisionalcompleter():
