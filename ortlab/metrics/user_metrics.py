@@ -185,7 +185,9 @@ class UserMetrics:
             told = f"metric {metric.name} raised {type(error).__name__}: {first}".rstrip(": ")
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             line = users_line(reversed(frames))
-            self._failed[metric.name] = told if line is None else f"{told}, at {line}"
+            # Without the code, which may be longer than what a view has room for.
+            at = "" if line is None else f", at {line.partition(': ')[0]}"
+            self._failed[metric.name] = told + at
             return None
 
 

@@ -110,11 +110,8 @@ class FailsLate(torchmetrics.Metric):
 @pytest.mark.parametrize(
     ("metric", "told"),
     [
-        (
-            raises,
-            r"metric own raised ZeroDivisionError: no positives, at .*: raise .*, in raises",
-        ),
-        (FailsLate(), r"metric own raised RuntimeError: the second batch, at .*, in update"),
+        (raises, r"metric own raised ZeroDivisionError: no positives, at .*metrics\.py:\d+"),
+        (FailsLate(), r"metric own raised RuntimeError: the second batch, at .*metrics\.py:\d+"),
         (lambda p, t: "good", "metric own is str, not a number"),
         (lambda p, t: None, "metric own is NoneType, not a number"),
         (lambda p, t: p, "metric own is Tensor, not a number"),
