@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.history import entry, notes
 from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
+from ortlab.history.run_result import RunResult
 from ortlab.settings import FinetuneSettings, config_file, stored, unknown_name
 from ortlab.utils.errors import brief
 from ortlab.utils.files import write_private
@@ -84,6 +85,17 @@ class StoredRun:
     def metrics(self) -> Metrics:
         """All steps, unmerged, and all events; those of the last second may be missing."""
         return self._folder.read_metrics()
+
+    @brief
+    def result(self) -> RunResult:
+        """Return the result of the run.
+
+        Raises:
+            ValueError: The run has not ended, or its process ended before it.
+        """
+        if (values := self.about.get("result")) is None:
+            raise ValueError(f"{self.name} has no result, because it has not ended")
+        return RunResult.of(values)
 
     @property
     def checkpoints(self) -> Table[StoredCheckpoint]:

@@ -14,6 +14,7 @@ from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, Status, Watched
@@ -28,7 +29,6 @@ from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
 from ortlab.training.run_record import RunRecord
-from ortlab.training.run_result import RunResult
 from ortlab.training.run_view import RunView
 from ortlab.training.run_worker import RunWork, RunWorker
 from ortlab.training.schedule import check_schedule, length_note, total_steps

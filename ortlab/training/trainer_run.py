@@ -20,10 +20,10 @@ from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Goal, evaluations_of, told_last
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.settings import AUTO, FinetuneSettings
-from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.utils import at_exit
 from ortlab.utils.environment import environment

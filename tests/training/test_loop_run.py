@@ -438,4 +438,10 @@ def test_an_evaluation_without_a_loss_has_none() -> None:
     with ortlab.track(model) as run:
         loop(model, steps=1)
         run.log(f1=0.5)
+        with pytest.raises(ValueError, match="has no result, because it has not ended"):
+            run.result()
     assert "evaluation (last, step 1): f1 0.5" in run.status().lines
+    result = run.result()
+    assert (result.state, result.steps) == ("finished", 1)
+    assert str(result.after) == "f1 0.5"
+    assert str(ortlab.open_run(run.name).result()) == str(result)
