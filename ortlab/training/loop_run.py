@@ -90,6 +90,7 @@ class LoopRun(TrainerRun):
         self._told_many = False
         self._counts_calls = True
         self._bad: str | None = None
+        self._unsaved: str | None = None
         self._backward = False  # whether the loss of the last step was seen or logged
         self._loop_state = state
         self.turn = _LoopStep(self._free, self)
@@ -175,7 +176,8 @@ class LoopRun(TrainerRun):
             try:
                 self._taken().save(self._folder.checkpoint_path("final"))
             except Exception as failure:  # noqa: BLE001 - a state_dict of the user's may raise anything
-                self.tell("warning", f"no checkpoint of the end of the loop: {failure}")
+                self._unsaved = f"no checkpoint of the end of the loop: {failure}"
+                self.tell("warning", self._unsaved)
             self._loop_state = None  # it refers to the model
         super().end(error, why)
 
@@ -188,7 +190,7 @@ class LoopRun(TrainerRun):
         super().flush()
 
     def _lines(self) -> tuple[str, ...]:
-        return (*([self._bad] if self._bad else []), *super()._lines())
+        return (*filter(None, [self._bad, self._unsaved]), *super()._lines())
 
     def plan(self, total_steps: int | None) -> None:
         """Set the number of steps of the whole loop.

@@ -431,6 +431,7 @@ def test_a_loop_ends_though_its_state_cannot_be_saved() -> None:
     assert run.state == "finished"
     told = [event.text for event in run.recorder.events("warning")]
     assert told == ["no checkpoint of the end of the loop: no state"]
+    assert told[0] in run.status().lines
 
 
 def test_an_evaluation_without_a_loss_has_none() -> None:
@@ -441,6 +442,7 @@ def test_an_evaluation_without_a_loss_has_none() -> None:
         with pytest.raises(ValueError, match="has no result, because it has not ended"):
             run.result()
     assert "evaluation (last, step 1): f1 0.5" in run.status().lines
+    assert " -, f1" not in str(ortlab.list_runs(limit=1))
     result = run.result()
     assert (result.state, result.steps) == ("finished", 1)
     assert str(result.after) == "f1 0.5"
