@@ -705,7 +705,8 @@ class Session:
             resume_from: Run or checkpoint file to continue from; None for none.
 
         Raises:
-            ValueError: If the checkpoint is missing, damaged or of another model or optimizer.
+            ValueError: If the optimizer or the scheduler is none or of another model, or the
+                checkpoint is missing, damaged or of another model or optimizer.
         """
         # heavy: torch
         from ortlab.history.saved_run import SavedRun
@@ -715,6 +716,8 @@ class Session:
 
         entry = self.wrapped.entry(model)
         original = model if entry is None else entry.engine.unwrap(model)
+        if optimizer is None and lr_scheduler is not None:
+            raise ValueError("lr_scheduler needs the loop's optimizer, too: optimizer=optimizer")
         state = None if optimizer is None else LoopState(original, optimizer, lr_scheduler)
         step, earlier, resumed = 0, None, ""
         if resume_from is not None:

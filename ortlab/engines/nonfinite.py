@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +50,13 @@ def first_bad(
         for number, batch in enumerate(micro_batches, 1):
             own = batches.to_device(batch, device)
             in_batch, rows = _in_batch(own, has_target=loss is not None)
-            found, in_code = in_batch or _in_weights(model), False
-            if not found:
-                found, in_code = _in_pass(model, loss, own, settings)
-            if found:
-                told = found if len(micro_batches) == 1 else f"micro-batch {number}: {found}"
-                return Cause(told, bool(in_batch), [before + row for row in rows], in_code)
+            found = Cause(in_batch or _in_weights(model), bool(in_batch), rows)
+            if not found.told:
+                found = _in_pass(model, loss, own, settings)
+            if found.told:
+                many = len(micro_batches) > 1
+                told = f"micro-batch {number}: {found.told}" if many else found.told
+                return replace(found, told=told, rows=[before + row for row in found.rows])
             before += batches.count(own)[0]
     return None
 
@@ -82,11 +83,18 @@ def _in_batch(batch: Batch, *, has_target: bool) -> tuple[str, list[int]]:
     for name, tensor in batches.named_tensors(batch, has_target=has_target):
         if not tensor.is_floating_point() or _good(tensor):
             continue
-        bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1) if tensor.dim() else None
-        rows = [] if bad is None else bad.nonzero().flatten().tolist()
+        rows = _bad_rows(tensor)
         kind = _kind(tensor).replace("infinite", "infinity")
         return f"the data has {kind} in {name}{_samples(rows)}", rows
     return "", []
+
+
+def _bad_rows(tensor: torch.Tensor) -> list[int]:
+    if not tensor.dim():
+        return []
+    bad = ~torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
+    rows: list[int] = bad.nonzero().flatten().tolist()
+    return rows
 
 
 def _samples(rows: Sequence[int]) -> str:
@@ -104,11 +112,11 @@ def _in_weights(model: nn.Module) -> str:
 
 def _in_pass(
     model: nn.Module, loss: LossFunction | None, batch: Batch, settings: FinetuneSettings
-) -> tuple[str, bool]:
-    """Describe the first bad value of a pass; True if a line of the user's code computes it."""
+) -> Cause:
+    """Return the first bad value of a pass; its text is "" if all values are finite."""
     forward: list[str] = []
     backward: list[str] = []
-    operations = _Operations()
+    operations = _Operations(batches.count(batch)[0])
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             hook = _noting(name, module, forward, backward, operations)
@@ -117,33 +125,41 @@ def _in_pass(
         with cast, operations:
             value = batches.forward(model, batch, loss).loss
         if forward:
-            return forward[0] + operations.last, operations.in_code
+            return operations.cause(forward[0])
         if not _good(value):
-            told = f"the loss is {_kind(value)} although all outputs are finite{operations.last}"
-            return told, operations.in_code
+            return operations.cause(f"the loss is {_kind(value)} although all outputs are finite")
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         found = torch.autograd.grad(value, [p for _, p in trained], allow_unused=True)
     if backward:
-        return backward[0], False
+        return Cause(backward[0])
     for (name, _), gradient in zip(trained, found, strict=True):
         if gradient is not None and not _good(gradient):
-            return f"the gradient of {name} is {_kind(gradient)}", False
-    return "", False
+            return Cause(f"the gradient of {name} is {_kind(gradient)}")
+    return Cause("")
 
 
 class _Operations(TorchFunctionMode):
     """Notes the last operator whose result was the first that is not finite.
 
     The last, because masks of -inf, which softmax takes away, are no fault.
+
+    Args:
+        samples: Samples of the batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int) -> None:
         super().__init__()
-        self.last = ""
-        """The operator with its line, to complete a sentence; "" for none."""
-        self.in_code = False
-        """True if the line is in the user's code."""
         self.noting = True
+        self._samples = samples
+        self._last = Cause("")
+
+    def cause(self, told: str) -> Cause:
+        """Return the operator as the cause.
+
+        Args:
+            told: Where the value was found, in words.
+        """
+        return replace(self._last, told=f"{told}{self._last.told}{_samples(self._last.rows)}")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -152,9 +168,23 @@ class _Operations(TorchFunctionMode):
         if self.noting and self._makes_bad(args, result):
             name = resolve_name(func) or getattr(func, "__name__", "an operator")
             line = users_line(frame for frame, _ in traceback.walk_stack(None))
-            self.last = f", from {name}" + ("" if line is None else f" at {line}")
-            self.in_code = line is not None
+            where = f", from {name}" + ("" if line is None else f" at {line}")
+            self._last = Cause(where, self._of_data(args), self._rows(result), line is not None)
         return result
+
+    def _of_data(self, args: Sequence[Any]) -> bool:
+        """Return whether no weight that is trained goes into the arguments of an operator."""
+        given = [each.requires_grad for each in batches.tensors(list(args))]
+        return torch.is_grad_enabled() and bool(given) and not any(given)
+
+    def _rows(self, result: Any) -> list[int]:
+        """Return the samples that are bad in a result; all at once say nothing about one."""
+        for made in batches.tensors(result):
+            if made.dim() and len(made) == self._samples and made.is_floating_point():
+                rows = _bad_rows(made)
+                if 0 < len(rows) < self._samples:
+                    return rows
+        return []
 
     def _makes_bad(self, args: Sequence[Any], result: Any) -> bool:
         made = [t for t in batches.tensors(result) if t.is_floating_point()]
@@ -213,7 +243,7 @@ class Cause:
 
     Attributes:
         told: Description in words.
-        in_data: True if the batch itself contains the value.
+        in_data: True if the batch contains the value, or forward computes it from the batch alone.
         rows: Samples with bad values, counted from 0 over the step's micro-batches; empty if the
             samples are not known.
         in_code: True if `told` names the line of the user's code that computes the value.

@@ -54,7 +54,7 @@ class RunEntry:
         held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.
         samples_per_s: Samples per second.
         tokens_per_s: Tokens per second.
-        peak_bytes: Peak memory, as `ortlab.training.run.RunResult.peak_bytes`.
+        peak_bytes: Peak memory, as `ortlab.history.run_result.RunResult.peak_bytes`.
         created: Time of the start, in UTC and ISO 8601.
         wall_s: Duration.
         size_bytes: Size of all files in the folder.

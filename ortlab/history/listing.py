@@ -85,7 +85,8 @@ def _evaluated(entry: RunEntry) -> str:
     hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
     scores = list(entry.scores.items())
     others = "".join(f", {name} {figure(value)}" for name, value in scores[:_SCORES])
-    return figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
+    told = figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
+    return told.removeprefix("-, ")  # a loop of the user's own may log metrics without a loss
 
 
 def _rate(entry: RunEntry) -> str:

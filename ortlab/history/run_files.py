@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ortlab.history import entry, notes
 from ortlab.history.exporters import frame, write_mlflow, write_tensorboard
 from ortlab.history.run_folder import Metrics, RunFolder, in_checkpoints
+from ortlab.history.run_result import RunResult
 from ortlab.settings import FinetuneSettings, config_file, stored, unknown_name
+from ortlab.utils.errors import brief
 from ortlab.utils.files import write_private
 from ortlab.utils.process_memory import memory
 from ortlab.utils.tables import Column, Table
@@ -84,6 +86,17 @@ class StoredRun:
         """All steps, unmerged, and all events; those of the last second may be missing."""
         return self._folder.read_metrics()
 
+    @brief
+    def result(self) -> RunResult:
+        """Return the result of the run.
+
+        Raises:
+            ValueError: The run has not ended, or its process ended before it.
+        """
+        if (values := self.about.get("result")) is None:
+            raise ValueError(f"{self.name} has no result, because it has not ended")
+        return RunResult.of(values)
+
     @property
     def checkpoints(self) -> Table[StoredCheckpoint]:
         """Checkpoints in the run's folder, from oldest to newest."""
@@ -101,6 +114,7 @@ class StoredRun:
         found.sort(key=lambda each: (each.time, *_order(each.name)))
         return Table(found, _COLUMNS, empty=f"{self.name} has no checkpoint")
 
+    @brief
     def weights(self, checkpoint: str = "best") -> dict[str, Any]:
         """Return the weights and buffers of a checkpoint, for ``model.load_state_dict``.
 
@@ -119,6 +133,11 @@ class StoredRun:
         known = {each.name: each.path for each in self.checkpoints}
         if checkpoint not in known:
             told = unknown_name(checkpoint, known) if known else "it has none"
+            wanted = self.began_with.get("keep_best")
+            if checkpoint == "best" and wanted:
+                told += f"; no evaluation after the first step had a value of {wanted}"
+            elif checkpoint == "best":
+                told += "; keep_best='loss' (--keep-best loss) keeps that of the best evaluation"
             raise ValueError(f"{self.name} has no checkpoint {checkpoint!r}: {told}")
         return dict(Checkpoint.load(known[checkpoint]).model)
 
@@ -132,6 +151,7 @@ class StoredRun:
         """Tags of the run; ``%ort runs --tag`` filters by a tag."""
         return notes.read_notes(self.folder).tags
 
+    @brief
     def note(self, text: str) -> None:
         """Add a note to the run; ``%ort runs`` shows the last one.
 
@@ -143,6 +163,7 @@ class StoredRun:
         """
         notes.add_note(self.folder, text)
 
+    @brief
     def tag(self, *tags: str) -> None:
         """Add tags to the run.
 
@@ -164,6 +185,7 @@ class StoredRun:
         for each in tags:
             notes.remove_tag(self.folder, each)
 
+    @brief
     def save_config(self, path: str | Path | None = None) -> Path:
         """Write the settings that the run began with to a TOML file, without the defaults.
 
@@ -202,6 +224,7 @@ class StoredRun:
         """
         return frame(self.metrics)
 
+    @brief
     def to_tensorboard(self, folder: str | Path) -> Path:
         """Write the run as TensorBoard event files.
 

@@ -72,12 +72,6 @@ class SavedRun(StoredRun):
         """
         return FinetuneSettings.of(self.began_with)
 
-    @property
-    def result(self) -> dict[str, Any]:
-        """Result by name, as in `ortlab.training.run.RunResult`; empty if the run did not end."""
-        result: dict[str, Any] = self._folder.read_json("run").get("result") or {}
-        return result
-
     @functools.cached_property
     def metrics(self) -> Metrics:
         """All steps, unmerged, and all events; read once and cached."""

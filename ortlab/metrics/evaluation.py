@@ -59,7 +59,10 @@ class Evaluation:
         shown = known[:SHOWN]
         more = len(known) - len(shown)
         others = "".join(f", {name} {value:.4g}" for name, value in shown)
-        return f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
+        told = f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
+        # A loop of the user's own may log metrics without a loss.
+        without = bool(known) and not hits and math.isnan(self.loss)
+        return told.removeprefix("loss nan, ") if without else told
 
 
 def evaluations_of(recorder: Recorder) -> list[Evaluation]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -15,6 +17,8 @@ from torch.nn import functional
 
 from ortlab.metrics.recorder import NAN
 from ortlab.settings import unknown_name
+from ortlab.utils.errors import users_line
+from ortlab.utils.wording import few
 
 MOST = 100
 """Number of values of one evaluation that are kept."""
@@ -152,7 +156,7 @@ class UserMetrics:
         values: dict[str, float] = {}
         predictions, targets = map(joined, (self._predictions, self._targets))
         self._predictions, self._targets = [], []
-        told = []
+        told, bad = [], []
         for each in self._metrics:
             found = None
             if each.name not in self._failed:
@@ -167,6 +171,12 @@ class UserMetrics:
                 values[name] = NAN if number is None else number
                 if number is None:
                     told.append(f"metric {name} is {type(value).__name__}, not a number")
+                elif not math.isfinite(number):
+                    bad.append(name)
+        if len(bad) == 1:
+            told.append(f"metric {bad[0]} is {values[bad[0]]}")
+        elif bad:
+            told.append(f"metrics {few(bad)} are not finite")
         if values.pop("loss", None) is not None:
             told.append("a metric called loss is left out: that is the name of the mean loss")
         if len(values) > MOST:
@@ -212,8 +222,12 @@ class UserMetrics:
             return call()
         except Exception as error:  # noqa: BLE001 - a metric may raise anything
             first = (str(error).strip().splitlines() or [""])[0]
-            told = f"metric {metric.name} raised {type(error).__name__}: {first}"
-            self._failed[metric.name] = told.rstrip(": ")
+            told = f"metric {metric.name} raised {type(error).__name__}: {first}".rstrip(": ")
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            line = users_line(reversed(frames))
+            # Without the code, which may be longer than what a view has room for.
+            at = "" if line is None else f", at {line.partition(': ')[0]}"
+            self._failed[metric.name] = told + at
             return None
 
 

@@ -207,14 +207,15 @@ class Declaration:
         return unknown_name(name, self.choices, accepted=self.renamed, lists="--help")
 
     def _check_bounds(self, value: float) -> None:
+        none = ", or None" if self.optional else ""
         if not math.isfinite(value):
-            raise ValueError(f"{self.name}={value!r} must be finite")
+            raise ValueError(f"{self.name}={value!r} must be finite{none}")
         if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"{self.name}={value!r} must be at least {self.minimum:g}")
+            raise ValueError(f"{self.name}={value!r} must be at least {self.minimum:g}{none}")
         if self.above is not None and value <= self.above:
-            raise ValueError(f"{self.name}={value!r} must be above {self.above:g}")
+            raise ValueError(f"{self.name}={value!r} must be above {self.above:g}{none}")
         if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"{self.name}={value!r} must be at most {self.maximum:g}")
+            raise ValueError(f"{self.name}={value!r} must be at most {self.maximum:g}{none}")
 
 
 _MOST_LISTED = 8

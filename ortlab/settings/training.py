@@ -102,7 +102,7 @@ class OptimSettings(Settings):
         1.0,
         alias="clip_norm",
         above=0,
-        help="maximum norm of all gradients together; larger ones are clipped",
+        help="maximum norm of all gradients together; larger ones are clipped; none: no clipping",
     )
 
     def __post_init__(self) -> None:

@@ -34,6 +34,9 @@ _SKIPS = (
     "run.resume() or the Resume button skips the data of the step, now and in later epochs; "
     "run.resume(skip=True) skips all data that is not finite without another pause"
 )
+_NO_WEIGHT = (
+    "no weight goes into it, so that no setting helps: correct the line, or the data in place"
+)
 _CORRECT = (
     "if the line is wrong (a square root or logarithm of a negative number, a division by 0), "
     "correct it and train a new model"
@@ -427,7 +430,7 @@ class FailureHandler:
         in_code = cause is not None and cause.in_code
         in_data = cause is not None and cause.in_data
         if in_data:  # no settings would help
-            change, hint = {}, _SKIPS
+            change, hint = {}, f"{_NO_WEIGHT}; {_SKIPS}" if in_code else _SKIPS
         elif (risen := self._risen()) is not None:
             change, hint = {}, f"the weights are likely lost, as the loss {risen}; {_START_AGAIN}"
         else:

@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
+from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.batch import count, tensors
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.recorder import INDEX, NAN, Watched
 from ortlab.metrics.user_metrics import MOST
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.loop_state import LoopState
 from ortlab.training.resume import Earlier
-from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, LOGGED, number
 from ortlab.training.trainer_run import Step, TrainerRun, settings_of
+from ortlab.utils.errors import brief
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +94,7 @@ class LoopRun(TrainerRun):
         self._told_many = False
         self._counts_calls = True
         self._bad: str | None = None
+        self._unsaved: str | None = None
         self._backward = False  # whether the loss of the last step was seen or logged
         self._loop_state = state
         self.turn = _LoopStep(self._free, self)
@@ -137,6 +139,7 @@ class LoopRun(TrainerRun):
         INTERCEPTION.enter(self)
         self._show(self)
 
+    @brief
     def checkpoint(self, path: str | Path | None = None) -> Path:
         """Save model, optimizer, scheduler and random states to a file.
 
@@ -176,8 +179,9 @@ class LoopRun(TrainerRun):
             self._writer.close()
             try:
                 self._taken().save(self._folder.checkpoint_path("final"))
-            except (NotSaved, ValueError) as failure:
-                self.tell("warning", f"no checkpoint of the end of the loop: {failure}")
+            except Exception as failure:  # noqa: BLE001 - a state_dict of the user's may raise anything
+                self._unsaved = f"no checkpoint of the end of the loop: {failure}"
+                self.tell("warning", self._unsaved)
             self._loop_state = None  # it refers to the model
         super().end(error, why)
 
@@ -201,7 +205,7 @@ class LoopRun(TrainerRun):
         return {"learning_rate": float(np.fmax.reduce(rates, initial=NAN))}
 
     def _lines(self) -> tuple[str, ...]:
-        return (*([self._bad] if self._bad else []), *super()._lines())
+        return (*filter(None, [self._bad, self._unsaved]), *super()._lines())
 
     def plan(self, total_steps: int | None) -> None:
         """Set the number of steps of the whole loop.
@@ -220,6 +224,7 @@ class LoopRun(TrainerRun):
         self._counts_calls = False
         self.turn.count(batch)
 
+    @brief
     def log(self, **values: Any) -> None:
         """Set values of the last step, or add metrics of an evaluation.
 

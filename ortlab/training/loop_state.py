@@ -23,9 +23,25 @@ class LoopState:
         model: The model, as the user made it.
         optimizer: The optimizer.
         scheduler: Learning rate scheduler; None if the loop has none.
+
+    Raises:
+        ValueError: The optimizer or the scheduler is none, or the optimizer has no parameter of the
+            model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+        # A loop trains for hours, so that its end is too late to find out.
+        _check_stateful("optimizer", optimizer, "a torch.optim.Optimizer")
+        if scheduler is not None:
+            _check_stateful("lr_scheduler", scheduler, "a scheduler of torch.optim.lr_scheduler")
+        own = set(map(id, model.parameters()))
+        groups = getattr(optimizer, "param_groups", [])
+        if not any(id(each) in own for group in groups for each in group["params"]):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} has no parameter of this {type(model).__name__}; create it for this "
+                f"model: {name}(model.parameters(), ...)"
+            )
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -64,3 +80,9 @@ class LoopState:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(dict(taken.scheduler or {}))
         taken.position.random.give_back()
+
+
+def _check_stateful(name: str, given: Any, wanted: str) -> None:
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(given, method, None)):
+            raise ValueError(f"{name}={given!r:.60} has no {method}(); give {wanted}")

@@ -15,9 +15,10 @@ from ortlab.engines.base import Report, Stepper
 from ortlab.engines.registry import engine_for, resolved
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder, told_taken
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import Recorder, State, Status, Watched
+from ortlab.metrics.recorder import Recorder, Status, Watched
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import FinetuneSettings
 from ortlab.settings.signatures import takes
@@ -29,10 +30,10 @@ from ortlab.training.failures import FailurePolicy
 from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
 from ortlab.training.run_record import RunRecord
-from ortlab.training.run_result import RunResult
 from ortlab.training.run_view import RunView
 from ortlab.training.run_worker import RunWork, RunWorker
 from ortlab.training.schedule import check_schedule, length_note, total_steps
+from ortlab.utils.errors import brief
 from ortlab.utils.interrupts import until
 from ortlab.utils.tables import Table
 
@@ -194,7 +195,7 @@ class Run(StoredRun):
         return self._model()
 
     @property
-    def state(self) -> State:
+    def state(self) -> str:  # not State: jedi completes no attribute where a property is a Literal
         """State of the run."""
         return self._progress.state
 
@@ -276,6 +277,7 @@ class Run(StoredRun):
         """Pause before the next step, without waiting for it."""
         self._control.pause()
 
+    @brief
     @takes(FinetuneSettings.declarations().values(), changes=True)
     def resume(self, *, skip: bool = False, **changes: Any) -> None:
         """Resume a run that was paused, by the user or by a failure.
@@ -345,6 +347,7 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
+    @brief
     @takes(FinetuneSettings.declarations().values(), changes=True)
     def apply(self, **changes: Any) -> ChangeRequest:
         """Change settings from the next step on, without waiting for it.
@@ -384,6 +387,7 @@ class Run(StoredRun):
             self._progress.auto, self._progress.choice = wanted.model.engine, choice
         return self._control.apply(changes)
 
+    @brief
     def undo(self) -> ChangeRequest:
         """Undo the last change of settings; called again, undo the one before it.
 
@@ -490,7 +494,7 @@ class Run(StoredRun):
 
     def so_far(self) -> RunResult:
         """Return the result up to now, whose ``state`` is the current one."""
-        return self._progress.result or self._record.summary(self.state)
+        return self._progress.result or self._record.summary(self._progress.state)
 
     def status(self) -> Status:
         """Return the current status. See `ortlab.metrics.recorder.Watched.status`."""

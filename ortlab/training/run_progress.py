@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ortlab.engines.base import Report
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.recorder import State
 from ortlab.settings import AUTO, FinetuneSettings
 from ortlab.training.control import Control
-from ortlab.training.run_result import RunResult
 from ortlab.training.trainer import Trainer
 
 SLOW_READ_S: Final = 2.0

@@ -12,13 +12,13 @@ from ortlab.checkpoint.checkpoint import Checkpoint, NotSaved
 from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_folder import RunFolder
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Evaluation, Goal, evaluations_of, goal
 from ortlab.metrics.recorder import NAN, Event, Recorder, State
 from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.training.checkpoint_writer import CheckpointWriter
 from ortlab.training.resume import Earlier
 from ortlab.training.run_progress import RunProgress
-from ortlab.training.run_result import RunResult
 from ortlab.utils.environment import environment
 from ortlab.utils.errors import concise, message, out_of_memory
 from ortlab.utils.process_memory import SAMPLER, Meter

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="TrainingRun")
 
 _ACTIVE: Final = ("starting", "running", "stopping")
+_LAST_STEP_S: Final = 10.0
+"""Wait for a stopped run. In a callback of that run, which waits for itself, it is in vain."""
 
 
 class TrainingRun(Protocol):
@@ -231,8 +233,15 @@ class RunRegistry:
             )
 
     def training(self, model: nn.Module) -> Run | None:
-        """Return the run that updates weights of `model`, paused or not; None without one."""
-        return _updates(self.runs, model)
+        """Return the run that updates weights of `model`, paused or not; None without one.
+
+        A run that was stopped is given some time for its last step, so that
+        ``run.stop()`` may stand before what needs the model.
+        """
+        run = _updates(self.runs, model)
+        if run is not None and run.state == "stopping" and run.wait_over(_LAST_STEP_S):
+            return None
+        return run
 
     def check_free(self, model: nn.Module) -> None:
         """Check that no run updates weights of `model`.

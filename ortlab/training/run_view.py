@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from ortlab.history.run_result import told_skipped
 from ortlab.metrics.evaluation import told_failed, told_last
 from ortlab.metrics.recorder import Status
 from ortlab.settings import AUTO
@@ -13,7 +14,6 @@ from ortlab.training.control import PauseReason
 from ortlab.training.failures import typed
 from ortlab.training.run_progress import SLOW_READ_S, RunProgress
 from ortlab.training.run_record import RunRecord
-from ortlab.training.run_result import told_skipped
 from ortlab.utils.errors import concise, shorten
 from ortlab.utils.process_memory import memory
 

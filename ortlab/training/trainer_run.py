@@ -20,10 +20,10 @@ from ortlab.history import sqlite_index
 from ortlab.history.pending_writes import PendingWrites
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import RunFolder, told_taken
+from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Goal, evaluations_of, told_last
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
 from ortlab.settings import AUTO, FinetuneSettings
-from ortlab.training.run_result import RunResult
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.utils import at_exit
 from ortlab.utils.environment import environment
@@ -178,8 +178,11 @@ class TrainerRun(StoredRun):
         return self._model()
 
     @property
-    def state(self) -> State:
+    def state(self) -> str:  # not State: jedi completes no attribute where a property is a Literal
         """State of the run."""
+        return self._current()
+
+    def _current(self) -> State:
         if self.over():
             return self._state
         if self._stopping:
@@ -366,7 +369,7 @@ class TrainerRun(StoredRun):
             troubles = [self.recorder.trouble, *troubles]
         badges += filter(None, troubles)
         return Status(
-            state=self.state,
+            state=self._current(),
             step=self._step,
             total_steps=self._total,
             elapsed_s=self._elapsed_s(),

@@ -207,7 +207,8 @@ def _execution_count(file: str) -> str | None:
 def _is_users(file: str) -> bool:
     path = Path(file)
     inside = any(root in path.parents for root in _NOT_THE_USERS)
-    return not inside and not file.startswith("<frozen")
+    # "<string>" is code that a library has made, such as the __init__ of a dataclass.
+    return not inside and not file.startswith(("<frozen", "<string>"))
 
 
 _SHORT_OF_MEMORY: Final = (

@@ -92,7 +92,10 @@ def test_a_loop_whose_kernel_died_says_how_to_continue(notebook: Opens, page: Pa
     kill(book)
     page.get_by_role("button", name="Ok").click()
     call = r"ortlab\.track\(model, optimizer=\.\.\., resume_from='baseline\S*'\)"
-    told = re.compile(f"{call} continues it from its last checkpoint")
+    told = re.compile(
+        f"{call} continues it from its last checkpoint, after you run the cells that create model, "
+        r"data and optimizer again; let the loop skip the batches of the first run\.step steps"
+    )
     expect(run.locator(".ortlab-silence")).to_contain_text(told)
     book.reload()
     expect(page.locator("[data-ortlab-still]")).to_contain_text(told)

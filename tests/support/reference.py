@@ -31,7 +31,7 @@ ELSEWHERE = {"squad": "data.squad"}
 """Locations of public modules that are defined elsewhere."""
 RESULTS = [
     "training.run.Run",
-    "training.run.RunResult",
+    "history.run_result.RunResult",
     "history.saved_run.SavedRun",
     "history.run_files.StoredRun",
     "history.entry.RunEntry",

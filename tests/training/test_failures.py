@@ -827,6 +827,53 @@ def test_the_operator_that_is_first_not_finite_is_named(name: str) -> None:
     assert cause.in_code
 
 
+class OfLogarithms(nn.Module):
+    """Takes the logarithm of its inputs, before or after a layer."""
+
+    def __init__(self, *, of_data: bool) -> None:
+        super().__init__()
+        self.inner, self.of_data = nn.Linear(4, 3), of_data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.inner(x.log() if self.of_data else x)
+        return scores if self.of_data else (scores * x[:, :1]).square().log()
+
+
+def test_the_sample_of_which_a_bad_value_is_computed_is_named() -> None:
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
+    inputs, target = torch.rand(6, 4) + 1, torch.arange(6) % 3
+    inputs[4, 0] = 0
+    for of_data in (True, False):
+        model = OfLogarithms(of_data=of_data)
+        parts = [(torch.ones(2, 4), target[:2]), (inputs, target)]
+        cause = first_bad(model, functional.cross_entropy, parts, settings)
+        assert cause is not None
+        assert re.search(r"torch\.Tensor\.log at .*, in forward, sample 4$", cause.told)
+        assert (list(cause.rows), cause.in_data) == ([2 + 4], of_data)
+        spoilt = (torch.zeros(6, 4), target)
+        cause = first_bad(model, functional.cross_entropy, [spoilt], settings)
+        assert cause is not None
+        assert not cause.rows  # all samples are bad, which is not a fault of one
+
+
+def test_a_value_that_no_weight_goes_into_is_a_fault_of_the_data() -> None:
+    table = Table()
+    table.inputs.abs_().add_(0.1)
+    table.inputs[17, 2] = 0
+    run = ortlab.finetune(OfLogarithms(of_data=True), table, hold=True, **CHOSEN)
+    with pytest.raises(NotFinite, match=r"in forward, sample \d: index 17 of the Table") as raised:
+        run.result(HANGS_S)
+    assert "learning_rate" not in str(raised.value)
+    notes = "\n".join(raised.value.__notes__)
+    assert "no weight goes into it, so that no setting helps: correct the line, or" in notes
+    assert run.advice == {}
+    run.resume()  # later epochs skip the sample without another pause
+    assert run.result(HANGS_S).state == "finished"
+    skipped = [line for line in run.status().lines if line.startswith("skipped")]
+    assert len(skipped) == 1
+    assert skipped[0].endswith("(row 17)")
+
+
 class Root(nn.Module):
     """A model whose forward fails for good once training has made a parameter negative."""
 

@@ -403,3 +403,53 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
         ortlab.track(batches, optimizer=optimizer)
     with ortlab.track(model) as run, pytest.raises(ValueError, match="needs the loop's optimizer"):
         run.checkpoint()
+
+
+class Stateless:
+    """Neither an optimizer nor a scheduler."""
+
+
+def test_an_optimizer_or_scheduler_that_cannot_be_saved_is_refused_before_the_loop() -> None:
+    model, other = Network(), Network()
+    optimizer, foreign = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    before = len(ortlab.list_runs())
+    given: dict[str, dict[str, Any]] = {
+        r"optimizer=<.*Stateless.* has no state_dict\(\)": {"optimizer": Stateless()},
+        r"has no state_dict\(\); give a scheduler": {"optimizer": optimizer, "lr_scheduler": 3},
+        "SGD has no parameter of this Network; create it": {"optimizer": foreign},
+        "has no parameter of this": {"optimizer": torch.optim.lr_scheduler.StepLR(optimizer, 2)},
+        "lr_scheduler needs the loop's optimizer, too": {"lr_scheduler": optimizer},
+    }
+    for told, arguments in given.items():
+        with pytest.raises(ValueError, match=told):
+            ortlab.track(model, **arguments)
+    assert len(ortlab.list_runs()) == before
+
+
+def test_a_loop_ends_though_its_state_cannot_be_saved() -> None:
+    class Raises(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            raise AttributeError("no state")
+
+    model = Network()
+    with ortlab.track(model, optimizer=Raises(model.parameters(), lr=0.1)) as run:
+        loop(model, steps=2)
+    assert run.state == "finished"
+    told = [event.text for event in run.recorder.events("warning")]
+    assert told == ["no checkpoint of the end of the loop: no state"]
+    assert told[0] in run.status().lines
+
+
+def test_an_evaluation_without_a_loss_has_none() -> None:
+    model = Network()
+    with ortlab.track(model) as run:
+        loop(model, steps=1)
+        run.log(f1=0.5)
+        with pytest.raises(ValueError, match="has no result, because it has not ended"):
+            run.result()
+    assert "evaluation (last, step 1): f1 0.5" in run.status().lines
+    assert " -, f1" not in str(ortlab.list_runs(limit=1))
+    result = run.result()
+    assert (result.state, result.steps) == ("finished", 1)
+    assert str(result.after) == "f1 0.5"
+    assert str(ortlab.open_run(run.name).result()) == str(result)

@@ -469,7 +469,9 @@ def _continues(watched: Watched) -> str:
         return f"%ort resume {watched.name} continues it, after you run {cells} again"
     if isinstance(watched, LoopRun) and watched.saves_checkpoints:
         call = f"ortlab.track(model, optimizer=..., resume_from={watched.name!r})"
-        return f"{call} continues it from its last checkpoint"
+        cells = "the cells that create model, data and optimizer"
+        skip = "let the loop skip the batches of the first run.step steps"
+        return f"{call} continues it from its last checkpoint, after you run {cells} again; {skip}"
     return ""
 
 

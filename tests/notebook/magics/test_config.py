@@ -132,6 +132,19 @@ def test_tab_completes_keyword_arguments_and_their_values(ip: Typist, jedi: bool
     assert "bf16" not in tab("finetune(net, data); print(precision='b")
 
 
+@pytest.mark.parametrize("jedi", [True, False])
+def test_tab_completes_the_attributes_of_runs(ip: Typist, jedi: bool) -> None:
+    ip("net = Net(); data = batches()")
+    ip(f"{TRAIN} --loss cross_entropy\nawait run")
+    ip("import ortlab\nstored = ortlab.open_run(run.name)\nwith ortlab.track(net) as loop: pass")
+    ip.shell.Completer.use_jedi = jedi
+    for name in ("run", "stored", "loop"):
+        with provisionalcompleter():
+            text = f"{name}.weig"
+            found = [c.text for c in ip.shell.Completer.completions(text, len(text))]
+        assert [each.removeprefix(".") for each in found] == ["weights"], name
+
+
 def test_tab_completes_every_option(ip: Typist) -> None:
     Path("run.toml").touch()
     for command in COMMANDS.values():

@@ -154,6 +154,38 @@ def test_a_live_run_and_a_new_model(ip: Typist) -> None:
     ip("gate.set()")
 
 
+def test_a_run_may_be_stopped_where_the_next_one_begins(ip: Typist) -> None:
+    ip(f"import threading\n{GATED}net = Net()")
+    ip("run = %ort finetune net data --loss cross_entropy --engine eager")
+    first = ip["run"]
+    ip(
+        "threading.Timer(1, gate.set).start()\nrun.stop()\n"
+        "run = %ort finetune net data --loss cross_entropy --engine eager --max-steps 2"
+    )
+    assert ip["run"] is not first
+    assert first.state == "stopped"
+
+
+def test_what_a_run_refuses_is_told_without_a_traceback(ip: Typist) -> None:
+    ip(f"{GATED}net = Net()\ngate.set()\nimport ortlab")
+    ip("run = %ort finetune net data --loss cross_entropy --engine eager --max-steps 2\nawait run")
+    ip("with ortlab.track(net) as loop: pass")
+    for call, told in {
+        "run.weights()": "has no checkpoint 'best'",
+        "run.tag('no tag')": "is not a tag",
+        "run.apply(learning_rate=1)": "its settings cannot be changed",
+        "run.undo()": "nothing to undo",
+        "loop.log(f1='good')": "cannot log f1='good'",
+        "loop.checkpoint()": "a checkpoint needs the loop's optimizer",
+        "ortlab.finetune(net, data, max_grad_norm=0)": "max_grad_norm=0.0 must be above 0, or None",
+    }.items():
+        result, out, err = ip.run(call)
+        assert not result.success
+        assert told in out + err
+        assert "Traceback" not in out + err
+        assert "<string>" not in out + err
+
+
 def test_two_runs_of_a_model_in_one_cell_are_a_mistake(ip: Typist) -> None:
     ip(f"{GATED}net = Net()")
     once = "run = %ort finetune net data --loss cross_entropy --engine eager"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ortlab.metrics.evaluation import Evaluation
@@ -69,6 +70,24 @@ class RunResult:
             Values that JSON can hold, except that unknown numbers are NaN.
         """
         return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunResult:
+        """Return a result from what `as_dict` returned, as run.json has it.
+
+        Args:
+            values: The fields by name; numbers that are not known are None.
+        """
+        found = {name: values[name] for name in ("before", "after", "best")}
+        evaluations = {
+            name: each and Evaluation(**{**_numbers(each), "metrics": _numbers(each["metrics"])})
+            for name, each in found.items()
+        }
+        return cls(**{**_numbers(values), **evaluations})
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: NAN if value is None else value for name, value in values.items()}
 
 
 def told_skipped(steps: int, loss_scale: float) -> str:
