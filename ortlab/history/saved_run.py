@@ -11,9 +11,10 @@ from ortlab.history import sqlite_index
 from ortlab.history.entry import RunEntry, read_entry
 from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
-from ortlab.metrics.evaluation import Evaluation, told_failed, told_last
+from ortlab.metrics.evaluation import Evaluation, told_last
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, Status
+from ortlab.metrics.told_events import told_failed, told_warnings
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.tables import Table
 
@@ -116,8 +117,9 @@ class SavedRun(StoredRun):
             if entry.can_go_on:
                 told += f"; {entry.resume} continues from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
-        failed = [event for event in self.metrics.events if event.kind == "metric_failed"]
-        badges += told_failed(failed)
+        events = self.metrics.events
+        badges += told_failed([event for event in events if event.kind == "metric_failed"])
+        warnings = [event for event in events if event.kind == "warning"]
         resumed = [entry.resumed] if entry.resumed else []
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
@@ -133,6 +135,7 @@ class SavedRun(StoredRun):
                 *self._told("early_stop"),
                 *self._told("skipped_data"),
                 *self._told("not_finite"),
+                *told_warnings(warnings, badges),
                 *notes,
             ),
             error=self.error,

@@ -14,9 +14,6 @@ from ortlab.settings.training import CheckpointSettings
 SHOWN = 6
 """Number of scores that charts and lines of text show."""
 
-FAILED_SHOWN = 3
-"""Number of lines about failed metrics that views show."""
-
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
@@ -81,18 +78,6 @@ def told_last(last: Evaluation) -> str:
         last: The evaluation.
     """
     return f"evaluation (last, step {last.step:,}): {last}"
-
-
-def told_failed(events: Sequence[Event]) -> list[str]:
-    """Return the lines of a run's view about metrics that have no value.
-
-    Args:
-        events: Events of the kind "metric_failed".
-
-    Returns:
-        The first lines: a message that has numbers of its own may differ in every evaluation.
-    """
-    return [event.text for event in events[:FAILED_SHOWN]]
 
 
 def scores(event: Event) -> dict[str, float]:

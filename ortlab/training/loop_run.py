@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -94,7 +94,6 @@ class LoopRun(TrainerRun):
         self._told_many = False
         self._counts_calls = True
         self._bad: str | None = None
-        self._unsaved: str | None = None
         self._backward = False  # whether the loss of the last step was seen or logged
         self._loop_state = state
         self.turn = _LoopStep(self._free, self)
@@ -180,8 +179,7 @@ class LoopRun(TrainerRun):
             try:
                 self._taken().save(self._folder.checkpoint_path("final"))
             except Exception as failure:  # noqa: BLE001 - a state_dict of the user's may raise anything
-                self._unsaved = f"no checkpoint of the end of the loop: {failure}"
-                self.tell("warning", self._unsaved)
+                self.tell("warning", f"no checkpoint of the end of the loop: {failure}")
             self._loop_state = None  # it refers to the model
         super().end(error, why)
 
@@ -204,8 +202,8 @@ class LoopRun(TrainerRun):
         rates = self.recorder.rows()[:, INDEX["lr"]]
         return {"learning_rate": float(np.fmax.reduce(rates, initial=NAN))}
 
-    def _lines(self) -> tuple[str, ...]:
-        return (*filter(None, [self._bad, self._unsaved]), *super()._lines())
+    def _lines(self, badges: Sequence[str]) -> tuple[str, ...]:
+        return (*filter(None, [self._bad]), *super()._lines(badges))
 
     def plan(self, total_steps: int | None) -> None:
         """Set the number of steps of the whole loop.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ortlab.history.run_result import told_skipped
-from ortlab.metrics.evaluation import told_failed, told_last
+from ortlab.metrics.evaluation import told_last
 from ortlab.metrics.recorder import Status
+from ortlab.metrics.told_events import told_failed, told_warnings
 from ortlab.settings import AUTO
 from ortlab.training.control import PauseReason
 from ortlab.training.failures import typed
@@ -126,7 +127,8 @@ class RunView:
         words, now = self._words, time.perf_counter()
         if first or words is None or words.key != key or now > words.until:
             until = now + _WORDS_S
-            words = _Words(key, until, self._badges(over=over), self._lines(over=over))
+            badges = self._badges(over=over)
+            words = _Words(key, until, badges, self._lines(badges, over=over))
             self._words = words
         return words.badges, words.lines
 
@@ -147,7 +149,7 @@ class RunView:
         badges += told_failed(record.recorder.events("metric_failed"))
         return tuple(badges)
 
-    def _lines(self, *, over: bool) -> tuple[str, ...]:
+    def _lines(self, badges: Sequence[str], *, over: bool) -> tuple[str, ...]:
         progress, record = self._progress, self._record
         lines = [*filter(None, [record.resumed]), *self._notes]
         if progress.engine_asked == AUTO:
@@ -175,6 +177,7 @@ class RunView:
             if report.check_s:
                 lines.append(f"self-check against eager {report.check_s:.2g} s")
             lines += report.remarks
+        lines += told_warnings(record.recorder.events("warning"), (*badges, *lines))
         if not over and (kept := self._kept()):
             told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
             lines.append(f"cached for earlier settings: {told}")

@@ -25,7 +25,7 @@ class SkippedData:
         noun, numbers = ("row", sorted(self._rows)) if self._rows else ("step", self._steps)
         where = f"{noun}{'s' * (len(numbers) > 1)} {few([*map(str, numbers)])}"
         many = f"{len(self._steps)} batch{'es' * (len(self._steps) > 1)}"
-        return f"skipped {many} with non-finite inputs ({where})"
+        return f"skipped {many} with values that are not finite ({where})"
 
     def accepts(self, rows: Set[bytes]) -> bool:
         """Return True if the user has accepted all of these rows before.

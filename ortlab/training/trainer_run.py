@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ortlab.history.run_folder import RunFolder, told_taken
 from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Goal, evaluations_of, told_last
 from ortlab.metrics.recorder import INDEX, NAN, Event, Recorder, Sample, State, Status
+from ortlab.metrics.told_events import told_warnings
 from ortlab.settings import AUTO, FinetuneSettings
 from ortlab.training.tracker import INTERCEPTION, Turn
 from ortlab.utils import at_exit
@@ -375,7 +376,7 @@ class TrainerRun(StoredRun):
             elapsed_s=self._elapsed_s(),
             left_s=self._left_s(),
             badges=tuple(badges),
-            lines=self._lines(),
+            lines=self._lines(badges),
             error=self._failed,
         )
 
@@ -446,7 +447,7 @@ class TrainerRun(StoredRun):
         before, now = self._before, self._report
         return now.export_s - before.export_s, now.check_s - before.check_s
 
-    def _lines(self) -> tuple[str, ...]:
+    def _lines(self, badges: Sequence[str]) -> tuple[str, ...]:
         lines = [*self._starts]
         lines += map(told_last, evaluations_of(self.recorder)[-1:])
         export_s, check_s = self._spent()
@@ -454,7 +455,8 @@ class TrainerRun(StoredRun):
             lines.append(f"export to ORT {export_s:.2g} s")
         if check_s:
             lines.append(f"self-check against eager {check_s:.2g} s")
-        return (*lines, *self._report.remarks)
+        warnings = self.recorder.events("warning")
+        return (*lines, *told_warnings(warnings, badges), *self._report.remarks)
 
     def _result(self) -> RunResult:
         recorder, evaluations = self.recorder, evaluations_of(self.recorder)

@@ -59,7 +59,7 @@ def test_a_row_of_the_data_is_named_and_skipped(
     expect(book.cell(2).locator(".jp-OutputArea img")).to_be_visible()
     book.run_next("print(*run.status().lines)")
     expect(book.cell(3).locator(".jp-OutputArea")).to_contain_text(
-        "skipped 3 batches with non-finite inputs (row 203)"
+        "skipped 3 batches with values that are not finite (row 203)"
     )
 
 

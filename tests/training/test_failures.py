@@ -650,7 +650,8 @@ def test_data_that_is_nan_is_skipped_in_each_epoch_after_one_pause(own_batches: 
     bad = [step for step, loss in zip(steps(run), losses(run), strict=True) if math.isnan(loss)]
     assert len(bad) == 4
     where = f"steps {', '.join(str(int(step)) for step in bad[:3])} and 1 more"
-    line = f"skipped 4 batches with non-finite inputs ({where if own_batches else 'row 17'})"
+    where = where if own_batches else "row 17"
+    line = f"skipped 4 batches with values that are not finite ({where})"
     assert line in run.status().lines
     assert line in SavedRun(run.folder).status().lines
     assert SavedRun(run.folder).error is None
@@ -701,7 +702,7 @@ def test_data_that_is_nan_elsewhere_pauses_again_unless_all_is_skipped() -> None
         run.resume(skip=skip)
     assert run.result(HANGS_S).steps == 96
     (line,) = (line for line in run.status().lines if line.startswith("skipped"))
-    assert line == "skipped 8 batches with non-finite inputs (rows 3, 17, 29 and 1 more)"
+    assert line == "skipped 8 batches with values that are not finite (rows 3, 17, 29 and 1 more)"
     assert len([e for e in run.recorder.events("warning") if e.text.startswith("paused")]) == 2
 
 

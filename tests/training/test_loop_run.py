@@ -437,7 +437,7 @@ def test_a_loop_ends_though_its_state_cannot_be_saved() -> None:
     assert run.state == "finished"
     told = [event.text for event in run.recorder.events("warning")]
     assert told == ["no checkpoint of the end of the loop: no state"]
-    assert told[0] in run.status().lines
+    assert f"warning at step 2: {told[0]}" in run.status().lines
 
 
 def test_an_evaluation_without_a_loss_has_none() -> None:

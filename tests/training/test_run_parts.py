@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ortlab.history.run_folder import RunFolder
+from ortlab.history.saved_run import SavedRun
 from ortlab.training import data_loading, run_view
 from ortlab.training.control import Control, PauseReason
 from ortlab.training.failures import FailurePolicy
@@ -121,6 +122,18 @@ def test_a_view_reads_words_again_after_news_or_a_while(
     assert reads() == 0
     now[0] += run_view._WORDS_S + 0.1
     assert reads() == 1
+
+
+def test_a_view_has_the_last_warning_that_it_does_not_show_elsewhere(made: Made) -> None:
+    made.progress.last_step = 7
+    for text in ("the epoch is empty", "resumed from an old one", "no room for a copy"):
+        made.record.event("warning", text)
+    made.record.event("warning", "resumed from an old one; it is tried again")
+    line = "warning at step 7: no room for a copy (1 more before it: run.metrics.events)"
+    assert made.view.status(over=False).lines == (line,)
+    made.record.recorder.flush()
+    saved = SavedRun(made.folder.path).status().lines[-1]
+    assert saved.endswith("it is tried again (3 more before it: run.metrics.events)")
 
 
 def test_a_worker_trains_and_releases_the_model(made: Made) -> None:
