@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ortlab.training.training_state import TrainingState
 
 
+PAUSED: Final = "paused"
+"""Beginning of the warning of a failure that pauses a run."""
 _START_AGAIN = "stop the run, and start again with a lower learning_rate and fresh=True (--fresh)"
 _SKIPS = (
     "run.resume() or the Resume button skips the data of the step, now and in later epochs; "
@@ -133,7 +135,7 @@ class FailureHandler:
         said = " ".join(message(error).split())
         notes = getattr(error, "__notes__", ())
         told = reason.told or "; ".join((f"{type(error).__name__}: {said}", *notes))
-        return self._wait(reason, told, f"paused at step {self._state.step}: {told}")
+        return self._wait(reason, told, f"{PAUSED} at step {self._state.step}: {told}")
 
     def _wait(self, reason: PauseReason, told: str, event: str) -> bool:
         """Record a failure, pause the run, and wait while it is paused."""
@@ -282,7 +284,7 @@ class FailureHandler:
             hint = f"out of memory; run.resume({told}) or its button continues from there"
         where = "at step {step}, the one of its last checkpoint"
         reason = PauseReason(error, where, hint, advice=changes)
-        return self._wait(reason, f"{error}", f"paused: {error}")
+        return self._wait(reason, f"{error}", f"{PAUSED}: {error}")
 
     # ---- evaluation ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from ortlab.metrics.recorder import Status
 from ortlab.metrics.told_events import told_failed, told_warnings
 from ortlab.settings import AUTO
 from ortlab.training.control import PauseReason
-from ortlab.training.failures import typed
+from ortlab.training.failures import PAUSED, typed
 from ortlab.training.run_progress import SLOW_READ_S, RunProgress
 from ortlab.training.run_record import RunRecord
 from ortlab.utils.errors import concise, shorten
@@ -177,7 +177,12 @@ class RunView:
             if report.check_s:
                 lines.append(f"self-check against eager {report.check_s:.2g} s")
             lines += report.remarks
-        lines += told_warnings(record.recorder.events("warning"), (*badges, *lines))
+        shown = [*badges, *lines]
+        if progress.foretold is not None and progress.step > 0:
+            shown.append(progress.foretold)  # the step fits after all
+        if progress.control.held is not None:
+            shown.append(PAUSED)  # the view's error
+        lines += told_warnings(record.recorder.events("warning"), shown)
         if not over and (kept := self._kept()):
             told = ", ".join(f"{settings} ({memory(size)})" for settings, size in kept.items())
             lines.append(f"cached for earlier settings: {told}")

@@ -136,6 +136,25 @@ def test_a_view_has_the_last_warning_that_it_does_not_show_elsewhere(made: Made)
     assert saved.endswith("it is tried again (3 more before it: run.metrics.events)")
 
 
+def test_a_view_repeats_no_warning_that_is_over_or_its_error(made: Made) -> None:
+    made.progress.foretold = "a step needs 3 GiB of memory, and 2 GiB are available"
+    made.record.event("warning", made.progress.foretold)
+    made.progress.last_step = 1
+    assert made.view.status(over=False).lines == (), "the first step has fit"
+    made.progress.control.hold(PauseReason(ValueError("bad"), "", "", "bad", passes=True))
+    made.record.event("warning", "paused at step 1: ValueError: bad")
+    status = made.view.status(over=False)
+    assert status.lines == ()
+    assert "ValueError: bad" in str(status.error)
+
+
+def test_a_view_has_what_was_foretold_of_a_first_step_that_failed(made: Made) -> None:
+    made.progress.foretold = "a step needs 3 GiB of memory, and 2 GiB are available"
+    made.record.event("warning", made.progress.foretold)
+    line = f"warning at step 0: {made.progress.foretold}"
+    assert made.view.status(over=True).lines == (line,)
+
+
 def test_a_worker_trains_and_releases_the_model(made: Made) -> None:
     parts, settings = Parts(), made.progress.settings
     before = parts.model.weight.detach().clone()
