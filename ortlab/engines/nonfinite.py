@@ -169,7 +169,8 @@ class _Operations(TorchFunctionMode):
             name = resolve_name(func) or getattr(func, "__name__", "an operator")
             line = users_line(frame for frame, _ in traceback.walk_stack(None))
             where = f", from {name}" + ("" if line is None else f" at {line}")
-            self._last = Cause(where, self._of_data(args), self._rows(result), line is not None)
+            of_data = self._of_data((*args, *(kwargs or {}).values()))
+            self._last = Cause(where, of_data, self._rows(result), line is not None)
         return result
 
     def _of_data(self, args: Sequence[Any]) -> bool:

@@ -857,6 +857,26 @@ def test_the_sample_of_which_a_bad_value_is_computed_is_named() -> None:
         assert not cause.rows  # all samples are bad, which is not a fault of one
 
 
+class DividesByWeight(nn.Module):
+    """Gives its weight, which is 0, to an operator by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.div(x, other=self.scale)
+
+
+def test_a_weight_that_is_given_by_keyword_is_no_fault_of_the_data() -> None:
+    settings = FinetuneSettings.of(engine="eager", device="cpu")
+    batch = (torch.ones(2, 3), torch.zeros(2).long())
+    cause = first_bad(DividesByWeight(), functional.cross_entropy, [batch], settings)
+    assert cause is not None
+    assert "torch.div" in cause.told
+    assert not cause.in_data
+
+
 def test_a_value_that_no_weight_goes_into_is_a_fault_of_the_data() -> None:
     table = Table()
     table.inputs.abs_().add_(0.1)
