@@ -48,7 +48,7 @@ class RunEntry:
         workers: Number of workers.
         steps: Completed steps.
         loss: Training loss of the last step.
-        not_finite: "nan" or "inf" if it is that, and not unknown.
+        not_finite: "nan", "inf" or "-inf" if that is the loss; "" otherwise.
         held_out_loss: Loss of the best evaluation on held-out data.
         held_out_accuracy: Accuracy of the same evaluation.
         held_out_metrics: The user's metrics of the same evaluation, in JSON; see `scores`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -94,7 +93,8 @@ class StoredRun:
             ValueError: The run has not ended, or its process ended before it.
         """
         if (values := self.about.get("result")) is None:
-            raise ValueError(f"{self.name} has no result, because it has not ended")
+            told = "it has not ended, or its process ended before it"
+            raise ValueError(f"{self.name} has no result: {told}")
         return RunResult.of(values)
 
     @property
@@ -272,5 +272,5 @@ _COLUMNS: Final = (
 
 def _order(name: str) -> tuple[bool, int]:
     """Return the order of checkpoints whose files have the same time, in ticks of the system."""
-    number = re.search(r"\d*$", name)
-    return name == "final", int(number[0] or 0) if number else 0
+    number = name.removeprefix(name.rstrip("0123456789"))
+    return name == "final", int(number or 0)

@@ -24,8 +24,8 @@ class RunResult:
     included. ``peak_bytes`` is the peak memory of the process: its resident size with Python and
     libraries, or on CUDA the bytes that torch allocated; with several workers, that of the worker
     that used most. ``skipped_steps`` is the number of ``steps`` whose gradients overflowed in fp16,
-    ``loss_scale`` is the last loss scale. ``not_finite`` is "nan" or "inf" if that was the loss of
-    the last step; in the files of a run, which are JSON, its ``final_loss`` looks unknown.
+    ``loss_scale`` is the last loss scale. ``not_finite`` is "nan", "inf" or "-inf" if that was the
+    loss of the last step; in run.json, which is JSON, its ``final_loss`` is null.
     """
 
     state: State
@@ -83,7 +83,10 @@ class RunResult:
             name: each and Evaluation(**{**_numbers(each), "metrics": _numbers(each["metrics"])})
             for name, each in found.items()
         }
-        return cls(**{**_numbers(values), **evaluations})
+        known = _numbers(values)
+        if known.get("not_finite"):
+            known["final_loss"] = float(known["not_finite"])  # JSON has no number for it
+        return cls(**{**known, **evaluations})
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ortlab.history.entry import RunEntry, read_entry, size_of, stamp
 from ortlab.history.listing import living_entries
 from ortlab.history.prune import prune
 from ortlab.history.run_folder import RunFolder, read_last, read_metrics
+from ortlab.history.run_result import RunResult
 from ortlab.history.saved_run import SavedRun, find
 from ortlab.metrics.recorder import COLUMNS, INDEX
 from ortlab.notebook.static_views import curves
@@ -655,6 +656,13 @@ def test_a_loss_that_is_nan_is_told_from_an_unknown_one(root: Path) -> None:
         assert [row["keys"][7] for row in view.rows][1:] == [None, None, None]
         assert [row["cells"][7] for row in view.rows] == rows
         view.close()
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_a_stored_result_has_a_loss_that_was_not_finite(trained: Any, loss: float) -> None:
+    result = dataclasses.replace(trained[0].result(), final_loss=loss, not_finite=str(loss))
+    stored = RunResult.of(result.as_dict() | {"final_loss": None})
+    assert str(stored) == str(result)
 
 
 def test_learning_rates_are_those_of_the_end_and_of_a_loop_s_optimizer(root: Path) -> None:

@@ -445,7 +445,7 @@ def test_an_evaluation_without_a_loss_has_none() -> None:
     with ortlab.track(model) as run:
         loop(model, steps=1)
         run.log(f1=0.5)
-        with pytest.raises(ValueError, match="has no result, because it has not ended"):
+        with pytest.raises(ValueError, match="has no result: it has not ended"):
             run.result()
     assert "evaluation (last, step 1): f1 0.5" in run.status().lines
     assert " -, f1" not in str(ortlab.list_runs(limit=1))
