@@ -705,8 +705,9 @@ class Session:
             resume_from: Run or checkpoint file to continue from; None for none.
 
         Raises:
-            ValueError: If the optimizer or the scheduler is none or of another model, or the
-                checkpoint is missing, damaged or of another model or optimizer.
+            ValueError: If the optimizer or the scheduler has no ``state_dict``, the optimizer is of
+                another model, or the checkpoint is missing, damaged or of another model or
+                optimizer.
         """
         # heavy: torch
         from ortlab.history.saved_run import SavedRun

@@ -25,8 +25,8 @@ class LoopState:
         scheduler: Learning rate scheduler; None if the loop has none.
 
     Raises:
-        ValueError: The optimizer or the scheduler is none, or the optimizer has no parameter of the
-            model.
+        ValueError: `optimizer` or `scheduler` has no ``state_dict``, or the optimizer has no
+            parameter of the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:

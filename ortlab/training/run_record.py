@@ -211,7 +211,7 @@ class RunRecord:
             The result.
         """
         recorder, evaluations = self.recorder, self.evaluations()
-        failed = recorder.last is not None and not math.isfinite(self.loss)
+        bad = recorder.last is not None and not math.isfinite(self.loss)
         report = self._progress.report
         return RunResult(
             state=state,
@@ -228,7 +228,7 @@ class RunRecord:
             check_s=report.check_s if report else 0.0,
             skipped_steps=int(recorder.total("skipped")),
             loss_scale=self.loss_scale,
-            not_finite=str(self.loss) if failed else "",
+            not_finite=str(self.loss) if bad else "",
         )
 
     def _goal(self) -> Goal:

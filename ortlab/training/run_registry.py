@@ -26,7 +26,7 @@ R = TypeVar("R", bound="TrainingRun")
 
 _ACTIVE: Final = ("starting", "running", "stopping")
 _LAST_STEP_S: Final = 10.0
-"""Wait for a stopped run. In a callback of that run, which waits for itself, it is in vain."""
+"""Longest wait for a stopped run. A callback of that run, which cannot end then, waits so long."""
 
 
 class TrainingRun(Protocol):
@@ -235,8 +235,8 @@ class RunRegistry:
     def training(self, model: nn.Module) -> Run | None:
         """Return the run that updates weights of `model`, paused or not; None without one.
 
-        A run that was stopped is given some time for its last step, so that
-        ``run.stop()`` may stand before what needs the model.
+        It waits some seconds for the last step of a stopped run, so that a cell can call
+        ``run.stop()`` and use the model at once.
         """
         run = _updates(self.runs, model)
         if run is not None and run.state == "stopping" and run.wait_over(_LAST_STEP_S):

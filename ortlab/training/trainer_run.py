@@ -478,7 +478,7 @@ class TrainerRun(StoredRun):
         )
 
     def _measured(self) -> dict[str, Any]:
-        """Return what run.json has in place of settings that nothing tells."""
+        """Return settings that are known at the end only, for run.json."""
         return {}
 
     def _write_about(self, result: RunResult | None) -> None:

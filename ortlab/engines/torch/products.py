@@ -32,8 +32,8 @@ def counted(step: Callable[[], object], weights: Iterable[torch.Tensor]) -> tupl
 
     Returns:
         Floating-point operations, as `torch.utils.flop_counter` counts them, and elements of the
-        activations that enter or leave products. Each tensor counts once. Gradients of weights are
-        told from activations by their shapes.
+        activations that enter or leave products. Each tensor counts once. A tensor with the shape
+        of a weight counts as the gradient of one, which the optimizer reads, and is left out.
     """
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=_ATTENTION)
     passed = _Passed(weights, counter.flop_registry)
@@ -45,8 +45,7 @@ def counted(step: Callable[[], object], weights: Iterable[torch.Tensor]) -> tupl
 class _Passed(TorchDispatchMode):
     """Counts the elements that enter and leave products, without weights and their gradients.
 
-    Each tensor enters once, and not at all if a product has made it. The optimizer reads gradients
-    of weights, which are told from activations by their shapes.
+    A tensor that a product has made counts once, although it may enter another one.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], products: Mapping[Any, Any]) -> None:
