@@ -19,7 +19,7 @@ from torch import nn
 from ortlab.bench.interleaved import SHORTEST_MS, no_gc, synchronize
 from ortlab.bench.result import Floor
 from ortlab.engines.base import Batch
-from ortlab.engines.batch import arguments
+from ortlab.engines.batch import arguments, to_device
 from ortlab.engines.torch.products import counted
 from ortlab.graph.timed_step import Clock, Step
 
@@ -122,5 +122,6 @@ def _time_s(call: Callable[[], object]) -> float:
 
 def _counted(model: nn.Module, batch: Batch) -> tuple[int, int]:
     """Return operations of the products in a step, and elements of what enters and leaves them."""
-    step, clock = Step(model, *arguments(model, batch)), Clock(torch.device("cpu"))
+    own = to_device(batch, next(model.parameters()).device)
+    step, clock = Step(model, *arguments(model, own)), Clock(torch.device("cpu"))
     return counted(lambda: step.run(model, clock), model.parameters())

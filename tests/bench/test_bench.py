@@ -389,6 +389,11 @@ def test_products_are_counted_by_what_enters_and_leaves_them() -> None:
     )
 
 
+def test_products_are_counted_where_the_model_is() -> None:
+    flops, _ = roofline._counted(nn.Linear(8, 4).to("meta"), (torch.randn(5, 8),))
+    assert flops == 2 * (2 * 5 * 8 * 4)  # forward and the gradient of the weight
+
+
 def test_attention_that_torchs_counter_leaves_out_is_counted() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
