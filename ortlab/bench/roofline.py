@@ -23,8 +23,8 @@ from ortlab.engines.batch import arguments, to_device
 from ortlab.engines.torch.products import counted
 from ortlab.graph.timed_step import Clock, Step
 
-_SIZE: Final = 2048
-"""Rows and columns of the large matrix product."""
+_SIZES: Final = {"cpu": 2048, "cuda": 8192}
+"""Rows and columns of the large matrix product, by device."""
 _COPIED_BYTES: Final = 256 << 20
 _QUICK: Final = 32
 """The large product and copy are this much smaller in each direction for tiny models."""
@@ -52,7 +52,7 @@ class Roofline:
         quick: bool = False,
     ) -> None:
         device = next(model.parameters()).device
-        size = _SIZE // (_QUICK if quick else 1)
+        size = _SIZES[device.type] // (_QUICK if quick else 1)
         self._matrices = {
             precision: torch.randn(size, size, device=device, dtype=_TYPES[precision])
             for precision in precisions
@@ -106,18 +106,21 @@ class Roofline:
 
 
 def _time_s(call: Callable[[], object]) -> float:
-    """Return the mean time of a call in seconds, over calls of `SHORTEST_MS` or longer."""
+    """Return the mean time of a call in seconds, over calls of `SHORTEST_MS` together."""
     call()
-    calls, took_s = 0, 0.0
+    once_ms = 1e3 * _calls_s(call, 1)
+    calls = math.ceil(SHORTEST_MS / once_ms)
+    return _calls_s(call, calls) / calls
+
+
+def _calls_s(call: Callable[[], object], calls: int) -> float:
     with no_gc():
         synchronize()
         began = time.perf_counter()
-        while took_s * 1e3 < SHORTEST_MS:
+        for _ in range(calls):
             call()
-            synchronize()
-            calls += 1
-            took_s = time.perf_counter() - began
-    return took_s / calls
+        synchronize()  # once: a GPU takes calls in advance
+        return time.perf_counter() - began
 
 
 def _counted(model: nn.Module, batch: Batch) -> tuple[int, int]:

@@ -35,8 +35,9 @@ class LoopState:
         if scheduler is not None:
             _check_stateful("lr_scheduler", scheduler, "a scheduler of torch.optim.lr_scheduler")
         own = set(map(id, model.parameters()))
-        groups = getattr(optimizer, "param_groups", [])
-        if not any(id(each) in own for group in groups for each in group["params"]):
+        groups = getattr(optimizer, "param_groups", None)  # wrappers may have none
+        trained = None if groups is None else [id(each) for g in groups for each in g["params"]]
+        if trained is not None and own.isdisjoint(trained):
             name = type(optimizer).__name__
             raise ValueError(
                 f"{name} has no parameter of this {type(model).__name__}; create it for this "

@@ -162,7 +162,7 @@ class RunRegistry:
         with contextlib.suppress(OSError):  # it stays in the history if its folder is in use
             remove(run.folder)
             self.runs.remove(run)
-            for folders in self._folders.values():
+            for folders in list(self._folders.values()):
                 if run.folder in folders:
                     folders.remove(run.folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -20,6 +21,7 @@ class Recent(Generic[T]):
         self._keeps_last = last
         self._last: T | None = None
         self._known: list[weakref.ref[T]] = []
+        self._changing = threading.Lock()
 
     def __repr__(self) -> str:
         return repr([*self])
@@ -30,8 +32,9 @@ class Recent(Generic[T]):
         Args:
             begun: The object.
         """
-        self._known = [*map(weakref.ref, self), weakref.ref(begun)]
-        self._last = begun if self._keeps_last else None
+        with self._changing:
+            self._known = [*map(weakref.ref, self), weakref.ref(begun)]
+            self._last = begun if self._keeps_last else None
 
     def remove(self, ended: T) -> None:
         """Remove an object.
@@ -39,8 +42,9 @@ class Recent(Generic[T]):
         Args:
             ended: The object.
         """
-        self._known = [weakref.ref(each) for each in self if each is not ended]
-        self._last = self.last if self._keeps_last else None
+        with self._changing:  # a run that was refused removes itself, in its own thread
+            self._known = [weakref.ref(each) for each in self if each is not ended]
+            self._last = self.last if self._keeps_last else None
 
     def clear(self) -> None:
         """Remove all objects."""

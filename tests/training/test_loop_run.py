@@ -426,6 +426,19 @@ def test_an_optimizer_or_scheduler_that_cannot_be_saved_is_refused_before_the_lo
     assert len(ortlab.list_runs()) == before
 
 
+def test_an_optimizer_that_wraps_others_is_taken_as_it_is() -> None:
+    class Wrapper:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.state_dict = optimizer.state_dict
+            self.load_state_dict = optimizer.load_state_dict
+
+    model = Network()
+    optimizer: Any = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    with ortlab.track(model, optimizer=optimizer) as run:
+        loop(model, steps=2)
+    assert [each.name for each in run.checkpoints] == ["final"]
+
+
 def test_a_loop_ends_though_its_state_cannot_be_saved() -> None:
     class Raises(torch.optim.SGD):
         def state_dict(self) -> Any:
