@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ortlab.metrics.recorder import NAN, Event, Recorder
-from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings.training import CheckpointSettings
+
+if TYPE_CHECKING:
+    from ortlab.metrics.user_metrics import UserMetrics
 
 SHOWN = 6
 """Number of scores that charts and lines of text show."""
@@ -166,6 +168,8 @@ def goal(checkpoint: CheckpointSettings, metrics: UserMetrics | None = None) -> 
     Raises:
         ValueError: If there is no such metric, or it is not known whether more or less is better.
     """
+    from ortlab.metrics.user_metrics import UserMetrics  # heavy: torch
+
     name = (checkpoint.keep_best or "loss").removeprefix("eval_")
     known = UserMetrics([]) if metrics is None else metrics
     if unknown := known.unknown(name):
