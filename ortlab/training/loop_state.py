@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from ortlab.checkpoint.checkpoint import Checkpoint, Position
 from ortlab.checkpoint.checks import check_model, check_own_optimizer
 from ortlab.utils.rng import RandomStates
@@ -35,9 +37,11 @@ class LoopState:
         if scheduler is not None:
             _check_stateful("lr_scheduler", scheduler, "a scheduler of torch.optim.lr_scheduler")
         own = set(map(id, model.parameters()))
-        groups = getattr(optimizer, "param_groups", None)  # wrappers may have none
-        trained = None if groups is None else [id(each) for g in groups for each in g["params"]]
-        if trained is not None and own.isdisjoint(trained):
+        groups = getattr(optimizer, "param_groups", [])
+        trained = [id(each) for group in groups for each in group["params"]]
+        # What wraps several optimizers may have no groups, as schedulers have none.
+        known = hasattr(optimizer, "param_groups") or isinstance(optimizer, LRScheduler)
+        if known and own.isdisjoint(trained):
             name = type(optimizer).__name__
             raise ValueError(
                 f"{name} has no parameter of this {type(model).__name__}; create it for this "
