@@ -57,7 +57,9 @@ def _watch():
             "error": status.error,
             "steps": status.step,
             "loss": next(iter(known(rows, "loss")[::-1]), None),
-            "accuracy": next((v["accuracy"] for v in evaluations[::-1] if "accuracy" in v), None),
+            "accuracy": next(
+                (a for v in evaluations[::-1] if (a := v.get("accuracy", np.nan)) == a), None
+            ),
             "samples_per_s": float(np.median(known(rows, "samples_per_s"))) if len(rows) else None,
             "peak_bytes": max(known(rows, "peak_bytes"), default=None),
         }
@@ -158,7 +160,9 @@ def row(run: dict[str, object]) -> str:
 
     def number(name: str, form: str, scale: float = 1) -> str:
         value = run[name]
-        return format(value * scale, form) if isinstance(value, (int, float)) else "-"
+        if isinstance(value, (int, float)):
+            return format(value * scale, form)
+        return format("-", ">" + form.split(".")[0].rstrip(","))
 
     return (
         f"  {run['title']!s:<44} {run['state']!s:<9} {run['steps']!s:>6} "
