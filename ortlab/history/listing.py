@@ -83,10 +83,11 @@ def _engine(entry: RunEntry) -> str:
 def _evaluated(entry: RunEntry) -> str:
     accuracy = entry.held_out_accuracy
     hits = "" if math.isnan(accuracy) else f" ({accuracy:.1%})"
-    scores = list(entry.scores.items())
-    others = "".join(f", {name} {figure(value)}" for name, value in scores[:_SCORES])
-    told = figure(entry.held_out_loss) + hits + others + ", …" * (len(scores) > _SCORES)
-    return told.removeprefix("-, ")  # a loop of the user's own may log metrics without a loss
+    scores = [f"{name} {figure(value)}" for name, value in entry.scores.items()]
+    others = [*scores[:_SCORES], "…"] if len(scores) > _SCORES else scores
+    loss = figure(entry.held_out_loss) + hits
+    # A loop of the user's own may log metrics without a loss.
+    return ", ".join(others if others and loss == "-" else [loss, *others])
 
 
 def _rate(entry: RunEntry) -> str:

@@ -13,7 +13,7 @@ from ortlab.history.run_files import StoredRun
 from ortlab.history.run_folder import Metrics, RunFolder, read_metrics, runs_root
 from ortlab.metrics.evaluation import Evaluation, told_last
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
-from ortlab.metrics.recorder import Recorder, Status
+from ortlab.metrics.recorder import Event, Recorder, Status
 from ortlab.metrics.told_events import told_failed, told_warnings
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.tables import Table
@@ -117,9 +117,7 @@ class SavedRun(StoredRun):
             if entry.can_go_on:
                 told += f"; {entry.resume} continues from its checkpoint"
             badges.append(f"interrupted: {told}" if entry.state == "interrupted" else _ELSEWHERE)
-        events = self.metrics.events
-        badges += told_failed([event for event in events if event.kind == "metric_failed"])
-        warnings = [event for event in events if event.kind == "warning"]
+        badges += told_failed(self._events("metric_failed"))
         resumed = [entry.resumed] if entry.resumed else []
         notes = [f"note: {note.text}" for note in self.notes]
         return Status(
@@ -135,19 +133,22 @@ class SavedRun(StoredRun):
                 *self._told("early_stop"),
                 *self._told("skipped_data"),
                 *self._told("not_finite"),
-                *told_warnings(warnings, badges),
+                *told_warnings(self._events("warning"), badges),
                 *notes,
             ),
             error=self.error,
         )
 
     def _evaluated(self) -> list[str]:
-        evaluations = [event for event in self.metrics.events if event.kind == "eval"]
-        return [told_last(Evaluation.of(last.step, last.values)) for last in evaluations[-1:]]
+        last = self._events("eval")[-1:]
+        return [told_last(Evaluation.of(each.step, each.values)) for each in last]
 
     def _told(self, kind: str) -> list[str]:
         """Return the text of the last event of a kind; empty if there is none."""
-        return [event.text for event in self.metrics.events if event.kind == kind][-1:]
+        return [event.text for event in self._events(kind)[-1:]]
+
+    def _events(self, kind: str) -> list[Event]:
+        return [event for event in self.metrics.events if event.kind == kind]
 
     def pause(self) -> None:
         """Do nothing: only the process that trains the run can pause it."""

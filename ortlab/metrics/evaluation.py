@@ -53,15 +53,14 @@ class Evaluation:
         return f"Evaluation(step {self.step:,}: {self})"
 
     def __str__(self) -> str:
-        hits = "" if math.isnan(self.accuracy) else f", accuracy {self.accuracy:.3f}"
         known = [(name, value) for name, value in self.metrics.items() if not math.isnan(value)]
-        shown = known[:SHOWN]
-        more = len(known) - len(shown)
-        others = "".join(f", {name} {value:.4g}" for name, value in shown)
-        told = f"loss {self.loss:.4g}{hits}{others}" + (f", {more} more" if more else "")
-        # A loop of the user's own may log metrics without a loss.
-        without = bool(known) and not hits and math.isnan(self.loss)
-        return told.removeprefix("loss nan, ") if without else told
+        hits = [] if math.isnan(self.accuracy) else [f"accuracy {self.accuracy:.3f}"]
+        others = [f"{name} {value:.4g}" for name, value in known[:SHOWN]]
+        if len(known) > SHOWN:
+            others.append(f"{len(known) - SHOWN} more")
+        if others and not hits and math.isnan(self.loss):  # a loop may log metrics without a loss
+            return ", ".join(others)
+        return ", ".join([f"loss {self.loss:.4g}", *hits, *others])
 
 
 def evaluations_of(recorder: Recorder) -> list[Evaluation]:

@@ -15,8 +15,7 @@ export default {
   render({ model, el }) {
     const closed = new AbortController();
     document.addEventListener("focusin", reserveKeys, { signal: closed.signal });
-    const told = "The kernel has ended: run the cells above and this cell again.";
-    const forget = whenKernelEnds(model, () => el.closest(VIEWS) && retire(el.closest(VIEWS), told));
+    const forget = whenKernelEnds(model, () => el.closest(VIEWS) && retire(el.closest(VIEWS)));
     return () => {
       closed.abort();
       forget();

@@ -46,7 +46,7 @@ export function whenKernelEnds(model, ended) {
 }
 
 /** Disables a view whose kernel has ended, and says so above it. */
-export function retire(root, told) {
+export function retire(root, told = "The kernel has ended: run the cells above and this cell again.") {
   if (root.inert) return;
   root.inert = true;
   root.style.opacity = "0.6";

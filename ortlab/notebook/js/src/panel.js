@@ -59,7 +59,7 @@ class View {
     this.forget = whenKernelEnds(model, () => {
       this.buttons.hidden = true;
       if (this.state.textContent) this.state.textContent = "its kernel has ended";
-      retire(this.root, "The kernel has ended: run the cells above and this cell again.");
+      retire(this.root);
     });
     model.send({ do: "open" });
   }
