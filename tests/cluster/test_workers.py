@@ -42,7 +42,13 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def two(temporary_files: None) -> Iterator[Workers]:
+def others() -> set[int]:
+    """Return the processes that other tests started, such as servers of notebooks."""
+    return family(os.getpid())
+
+
+@pytest.fixture(scope="module")
+def two(temporary_files: None, others: set[int]) -> Iterator[Workers]:
     """Start two workers for all tests that leave them intact."""
     workers = Workers(2)
     yield workers
@@ -62,16 +68,6 @@ def running(pids: set[int]) -> set[int]:
 def family(pid: int) -> set[int]:
     """Return the processes below `pid`."""
     return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-
-
-def of_workers() -> set[int]:
-    """Return the processes below this one, except those of a JupyterLab started by other tests."""
-    labs = [
-        child.pid
-        for child in psutil.Process().children()
-        if any("jupyter" in word for word in child.cmdline())
-    ]
-    return family(os.getpid()) - {*labs, *(pid for lab in labs for pid in family(lab))}
 
 
 def folders() -> set[str]:
@@ -130,9 +126,9 @@ def test_each_rank_has_its_place_and_share_of_the_threads(two: Workers) -> None:
     assert len(two) == 2
 
 
-def test_every_socket_is_on_loopback_and_listed(two: Workers) -> None:
+def test_every_socket_is_on_loopback_and_listed(two: Workers, others: set[int]) -> None:
     def listening() -> set[tuple[str, int]]:
-        ours = [psutil.Process(pid) for pid in of_workers()]
+        ours = [psutil.Process(pid) for pid in family(os.getpid()) - others]
         return {
             tuple(connection.laddr)
             for process in ours
