@@ -14,12 +14,21 @@ from ortlab.bench.machine import Machine
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
 from ortlab.settings import IN_ORT, REFERENCE
+from ortlab.utils import svg_bars
 
 FORM = 1
 _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
 """Relative tolerance of a mean loss or gradient norm against eager fp32, without dropout."""
 _ERRORS = 6
 """Number of standard errors added to the tolerance for different dropout masks."""
+BETWEEN, OPTIMIZER = "between operators", "optimizer"
+_OPERATORS = 10
+"""Number of operators that are named."""
+_COLORS = (
+    *("#2f7fd0", "#d9772b", "#3a9a5b", "#b84a62", "#8465b5", "#8c6d4f", "#d46bb0", "#6f7d8c"),
+    *("#a8a432", "#2aa5b5", "#94c5f0", "#f2b98a", "#c9c9c9", "#5a5a5a"),
+)
+"""Colors of the parts of a step."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,38 @@ class Floor:
 
 
 @dataclass(frozen=True)
+class StepProfile:
+    """Where the time of an engine's step goes. See `ortlab.bench.profiled`.
+
+    Attributes:
+        model: Name of the model.
+        engine: Name of the engine.
+        precision: Precision of matrix products.
+        forward_ms: Time of the forward pass without instrumentation.
+        backward_ms: Time of the backward pass without instrumentation.
+        optimizer_ms: Time of the optimizer with clipping.
+        kind_ms: Time of the operators in both passes, by kind.
+        operator_ms: Same by name, in descending order.
+    """
+
+    model: str
+    engine: str
+    precision: str
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    kind_ms: Mapping[str, float]
+    operator_ms: Mapping[str, float]
+
+    @property
+    def part_ms(self) -> dict[str, float]:
+        """Time of each kind of operator, of the optimizer, and of both passes between operators."""
+        passes_ms = self.forward_ms + self.backward_ms
+        between_ms = max(0.0, passes_ms - sum(self.kind_ms.values()))
+        return {**self.kind_ms, BETWEEN: between_ms, OPTIMIZER: self.optimizer_ms}
+
+
+@dataclass(frozen=True)
 class EngineBench:
     """Results of all engines in all precisions on some models.
 
@@ -137,6 +178,7 @@ class EngineBench:
         cells: Results. Incomplete if `interrupted`.
         interrupted: True if the benchmark was stopped before its end.
         floors: Least times of a step, with ``roofline``.
+        profiles: Where the time of a step goes, with ``profile``.
     """
 
     settings: BenchSettings
@@ -147,6 +189,7 @@ class EngineBench:
     cells: tuple[Cell, ...]
     interrupted: bool = False
     floors: tuple[Floor, ...] = ()
+    profiles: tuple[StepProfile, ...] = ()
 
     def cell(self, model: str, engine: str, precision: str) -> Cell | None:
         """Return a cell, or None if it was not reached.
@@ -238,6 +281,7 @@ class EngineBench:
             "models": dict(self.models),
             "cells": [_plain(cell) | {"derived": self._derived(cell)} for cell in self.cells],
             "floors": [_plain(floor) for floor in self.floors],
+            "profiles": [dataclasses.asdict(profile) for profile in self.profiles],
         }
 
     def _derived(self, cell: Cell) -> dict[str, Any]:
@@ -274,6 +318,7 @@ class EngineBench:
             cells=tuple(Cell(**_given(each)) for each in stored["cells"]),
             interrupted=stored["interrupted"],
             floors=tuple(Floor(**_given(each)) for each in stored.get("floors", ())),
+            profiles=tuple(StepProfile(**each) for each in stored.get("profiles", ())),
         )
 
     # ---- Markdown --------------------------------------------------------------------------------
@@ -306,6 +351,7 @@ class EngineBench:
             *self._grid(self._first),
             "",
             *self._roofline(),
+            *self._profiles(),
             *(f"({number}) {reason}  " for reason, number in self._reasons().items()),
             *filter(None, [self._options()]),
             self.origin(),
@@ -346,6 +392,50 @@ class EngineBench:
     def _share(self, cell: Cell) -> str:
         share = self.share(cell)
         return "" if share is None else f"{share.median:.0%} ({share.low:.0%} to {share.high:.0%})"
+
+    def profiled(self, model: str) -> list[StepProfile]:
+        """Return the profiles of a model.
+
+        Args:
+            model: Name of the model.
+        """
+        return [each for each in self.profiles if each.model == model]
+
+    def picture(self, model: str) -> str:
+        """Return where a step of a model goes in each engine as a bar chart in SVG.
+
+        Args:
+            model: Name of the model.
+        """
+        profiles = self.profiled(model)
+        series = {
+            part: (color, 1.0) for part, color in zip(_parts(profiles), _COLORS, strict=False)
+        }
+        rows = [(_column(each), [each.part_ms]) for each in profiles]
+        return svg_bars.svg(rows, series, told=milliseconds)
+
+    def _profiles(self) -> list[str]:
+        """Return a table for each profiled model: parts of a step by engine and precision."""
+        lines = []
+        for name, about in self.models.items():
+            profiles = self.profiled(name)
+            if not profiles:
+                continue
+            parts = [each.part_ms for each in profiles]
+            rows = [
+                [part, *(f"{each[part]:.3g}" if part in each else "-" for each in parts)]
+                for part in _parts(profiles)
+            ]
+            rows.append(["step", *(f"{sum(each.values()):.3g}" for each in parts)])
+            lines += [
+                f"{about}: where a step goes, in ms:",
+                "",
+                *table(["", *map(_column, profiles)], rows),
+                "",
+                *(f"- {_column(each)}: {_longest(each)}" for each in profiles),
+                "",
+            ]
+        return lines
 
     def _options(self) -> str:
         options = ", ".join(part.strip() for part in self.settings.ort_options.split(","))
@@ -435,6 +525,26 @@ class EngineBench:
             f"{cell.check_s:.1f} s" if ort else "",
             *compared,
         ]
+
+
+def _column(profile: StepProfile) -> str:
+    return f"{profile.engine} {profile.precision}"
+
+
+def _parts(profiles: Sequence[StepProfile]) -> list[str]:
+    """Return the parts of all profiles, those that take longest first, the optimizer last."""
+    sums: dict[str, float] = {}
+    for each in profiles:
+        for part, ms in each.part_ms.items():
+            sums[part] = sums.get(part, 0.0) + ms
+    last = (BETWEEN, OPTIMIZER)
+    return [*sorted(sums.keys() - set(last), key=lambda part: -sums[part]), *last]
+
+
+def _longest(profile: StepProfile) -> str:
+    """Return the operators that take longest, with their times."""
+    shown = list(profile.operator_ms.items())[:_OPERATORS]
+    return ", ".join(f"{name} {ms:.3g}" for name, ms in shown)
 
 
 def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:

@@ -65,6 +65,9 @@ class BenchSettings(Settings):
         False,
         help="measure the machine's rates, too, and how close each engine comes to them",
     )
+    profile: bool = setting(
+        False, help="show where each engine's step goes, by kind of operator, side by side"
+    )
     quick: bool = setting(
         False, help="tiny models, to test that everything runs here; not a benchmark"
     )

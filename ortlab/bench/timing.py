@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ortlab.bench import models
+from ortlab.bench import models, profiled
 from ortlab.bench.interleaved import (
     SHORTEST_MS,
     WARMUP,
@@ -33,7 +33,7 @@ from ortlab.bench.interleaved import (
     take_turns,
 )
 from ortlab.bench.machine import machine
-from ortlab.bench.result import Cell, EngineBench, Floor
+from ortlab.bench.result import Cell, EngineBench, Floor, StepProfile
 from ortlab.bench.roofline import Roofline
 from ortlab.bench.settings import BenchSettings
 from ortlab.bench.settings import Cell as Key
@@ -60,6 +60,7 @@ def engines(
     """
     cells: list[Cell] = []
     floors: list[Floor] = []
+    profiles: list[StepProfile] = []
     interrupted = False
     device = training_device(settings.device).type
     chosen = settings.models.split(",")
@@ -80,15 +81,23 @@ def engines(
             for done, name in enumerate(chosen):
                 left = _left(done, len(chosen), time.perf_counter() - began)
                 tell(f"{name}, model {done + 1} of {len(chosen)}{left}")
-                with (
-                    _nothing_compiled(settings),
-                    _racing(Race(name, settings, device, known), cells, floors) as race,
-                ):
-                    race.run()
+                race = Race(name, settings, device, known)
+                try:
+                    with _nothing_compiled(settings):
+                        race.run()
+                finally:
+                    cells += race.cells()
+                    floors += race.floors()
+                    profiles += race.profiles
+                    race.close()
         except KeyboardInterrupt:
             interrupted = True
     return dataclasses.replace(
-        result, cells=tuple(cells), floors=tuple(floors), interrupted=interrupted
+        result,
+        cells=tuple(cells),
+        floors=tuple(floors),
+        profiles=tuple(profiles),
+        interrupted=interrupted,
     )
 
 
@@ -98,17 +107,6 @@ def _left(done: int, number: int, took_s: float) -> str:
         return ""
     left_min = took_s / done * (number - done) / 60
     return f"; about {max(left_min, 1):.0f} min left, estimated from the models so far"
-
-
-@contextlib.contextmanager
-def _racing(race: Race, cells: list[Cell], floors: list[Floor]) -> Iterator[Race]:
-    """Append the race's cells and floors on exit, also after an error, and release its memory."""
-    try:
-        yield race
-    finally:
-        cells.extend(race.cells())
-        floors.extend(race.floors())
-        race.close()
 
 
 class Race:
@@ -138,6 +136,8 @@ class Race:
         self._cells = {key: Cell(name, *key, reason=_INTERRUPTED) for key in settings.cells}
         self.lanes: dict[Key, TimedTrial] = {}
         """Active set-ups, keyed by cell."""
+        self.profiles: list[StepProfile] = []
+        """Where the time of a step goes, with ``profile``."""
         self._turns = 0
         self.steps = 1
         """Number of steps in a turn, the same for all cells."""
@@ -167,6 +167,9 @@ class Race:
             left_s = (time.perf_counter() - began) / number * (self._settings.rounds - number)
             left = f"about {left_s:.0f} s left for this model"
             tell(f"{self.name}: round {number} of {self._settings.rounds}, {left}")
+        if self._settings.profile:
+            for key in list(self.lanes):
+                self._profile(key)
 
     def cells(self) -> tuple[Cell, ...]:
         """Return the results so far. A cell that cannot run or was not timed has a reason."""
@@ -175,6 +178,28 @@ class Race:
     def floors(self) -> list[Floor]:
         """Return the least times of a step, by precision; empty without ``roofline``."""
         return [] if self._roofline is None else self._roofline.floors()
+
+    def _profile(self, key: Key) -> None:
+        """Profile further steps of a cell; a cell that cannot be profiled has a remark."""
+        tell(f"{self.name}: profile of {key[0]} in {key[1]}")
+
+        def remark(reason: str) -> None:
+            cell = self._cells[key]
+            remarks = (*cell.remarks, f"no profile: {reason}")
+            self._cells[key] = dataclasses.replace(cell, remarks=remarks)
+
+        settings = _finetune(key, self._device, self._settings)
+        with reasons(remark):
+            self.profiles.append(
+                profiled.profile(
+                    self.name,
+                    self.lanes[key].stepper,
+                    self._model,
+                    self._batch,
+                    settings,
+                    torch.device(self._device),
+                )
+            )
 
     def close(self) -> None:
         """Release the engines' memory."""

@@ -21,9 +21,9 @@ from torch import nn
 
 import ortlab
 from ortlab import bench
-from ortlab.bench import interleaved, machine, models, roofline, timing
+from ortlab.bench import interleaved, machine, models, profiled, roofline, timing
 from ortlab.bench.interleaved import Spread
-from ortlab.bench.result import Difference, EngineBench, Floor
+from ortlab.bench.result import BETWEEN, OPTIMIZER, Difference, EngineBench, Floor
 from ortlab.bench.settings import BenchSettings
 from ortlab.engines.base import progress
 from ortlab.engines.ortmodule import compat, graph_cache
@@ -54,7 +54,7 @@ def told() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def measured(told: list[str]) -> EngineBench:
     """Measure eager torch and ORT in both precisions; only one test compiles."""
-    return bench.engines(**TINY, engines="eager,ortmodule", roofline=True)
+    return bench.engines(**TINY, engines="eager,ortmodule", roofline=True, profile=True)
 
 
 def whole(result: EngineBench) -> EngineBench:
@@ -279,6 +279,7 @@ def test_refusals_in_python() -> None:
 def test_all_engines_by_the_command(tmp_path: Path) -> None:
     file = tmp_path / "engines.json"
     options = ["--models", MODEL, "--precisions", "fp32", "--rounds", "2", "--json", str(file)]
+    options += ["--profile"]
     answer = subprocess.run(command(*options), capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert "**Not a benchmark**" in answer.stdout
@@ -290,6 +291,9 @@ def test_all_engines_by_the_command(tmp_path: Path) -> None:
             assert cell.reason is None
             assert len(cell.step_ms) == 2
             assert not result.suspect(cell)
+    profiles = {each.engine: each for each in result.profiled(MODEL)}
+    assert list(profiles) == [cell.engine for cell in result.cells if cell.reason is None]
+    assert profiles["compile"].kind_ms[profiled.COMPILED] > 0
 
 
 def test_interrupted() -> None:
@@ -448,3 +452,63 @@ def test_the_machine() -> None:
     assert here.threads == torch.get_num_threads()
     assert here.cpus >= 1
     assert here.processor in str(here)
+
+
+# ---- where a step goes ---------------------------------------------------------------------------
+
+
+def test_profiles_add_up_to_a_step(measured: EngineBench) -> None:
+    timed = [cell.key for cell in measured.cells if cell.step_ms]
+    assert [(each.engine, each.precision) for each in measured.profiled(MODEL)] == timed
+    for each in measured.profiles:
+        parts = each.part_ms
+        assert parts["matrix products"] > 0
+        assert parts[OPTIMIZER] == each.optimizer_ms > 0
+        operators_ms = sum(each.operator_ms.values())
+        assert sum(each.kind_ms.values()) == pytest.approx(operators_ms)
+        passes_ms = each.forward_ms + each.backward_ms
+        assert operators_ms + parts[BETWEEN] == pytest.approx(max(passes_ms, operators_ms))
+
+
+def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
+    shown = measured.summary()
+    columns = [f"{each.engine} {each.precision}" for each in measured.profiles]
+    assert f"|  | {' | '.join(columns)} |" in shown
+    assert "| matrix products | " in shown
+    assert "- eager fp32: " in shown
+    assert "where a step goes" not in dataclasses.replace(measured, profiles=()).summary()
+    picture = measured.picture(MODEL)
+    assert all(f">{column}</text>" in picture for column in columns)
+    assert ">matrix products</text>" in picture
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matrix products"),
+        ("com.microsoft.FusedMatMul", "matrix products"),
+        ("org.pytorch.aten.ortlab_kernels.matmul", "matrix products"),
+        ("aten::mkldnn_convolution", "convolutions"),
+        ("torch.convolution_backward", "convolutions"),
+        ("aten::_softmax_backward_data", "attention"),
+        ("torch.bernoulli_", "random draws"),
+        ("aten::native_layer_norm_backward", "normalization"),
+        ("com.microsoft.BiasGeluGrad_dX", "activations"),
+        ("torch.embedding_dense_backward", "embeddings and selection"),
+        ("ReduceSum", "reductions"),
+        ("Mul", "elementwise"),
+        ("aten::copy_", "copies and layout"),
+        ("Reshape", "copies and layout"),
+        (profiled.COMPILED, profiled.COMPILED),
+        ("aten::fft_r2c", profiled.OTHERS),
+    ],
+)
+def test_operators_have_kinds(name: str, kind: str) -> None:
+    assert profiled.kind_of(name) == kind
+
+
+def test_the_profiler_counts_what_computes() -> None:
+    assert profiled._operator("## Call CompiledFxGraph fab12 ##") == profiled.COMPILED
+    assert profiled._operator("aten::mm") == "aten::mm"
+    assert profiled._operator("autograd::engine::evaluate_function: AddmmBackward0") is None
+    assert profiled._operator("Torch-Compiled Region: 0/0") is None

@@ -52,6 +52,7 @@ from ortlab.engines.ort.onnx_model import (
 )
 from ortlab.engines.ort.session import SILENT, Session, SessionFailed
 from ortlab.engines.torch.cpu import has_instructions
+from ortlab.engines.torch.thread_count import end_idle_threads
 from ortlab.utils.session_profile import Ran
 
 aten = torch.ops.aten
@@ -327,6 +328,7 @@ class OrtSegment(torch.nn.Module):
             try:
                 given = [arguments[i].contiguous() for i in self._plain]
                 given += [_fed(arguments[i], order) for i, order in self._others]
+                end_idle_threads()
                 made = self._session(given)
                 for i, dtype in self._halves:
                     made[i] = made[i].to(dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,8 @@ from ortlab.engines.single_process import OneProcess
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.engines.torch.thread_count import SMALL, products, suited_threads
 from ortlab.settings import FinetuneSettings
+from tests.support.needed_engines import needs
+from tests.support.waiting import HANGS_S
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 
@@ -150,3 +154,35 @@ def test_a_session_has_as_many_threads_as_torch(rows: int, workers: int) -> None
     assert started % 2 == 0
     assert (started > 0) == (workers > 0)
     trains.close()
+
+
+_MODEL = """
+import psutil, torch
+import ortlab
+
+torch.set_num_threads(2)
+model = ortlab.wrap(torch.nn.Linear(64, 64), engine="ort")
+given, large = torch.rand(64, 64), torch.rand(1 << 20)
+model(given)  # ORT's own threads are created
+for _ in range(2):
+    large * 2
+    print(psutil.Process().num_threads())
+    model(given)
+    print(psutil.Process().num_threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch computes with libgomp on Linux")
+@pytest.mark.parametrize(("policy", "ended"), [("active", 1), ("passive", 0)])
+def test_threads_of_torch_that_spin_end_before_ort_computes(policy: str, ended: int) -> None:
+    needs("ort")
+    told = subprocess.run(
+        [sys.executable, "-c", _MODEL],
+        env={**os.environ, "OMP_WAIT_POLICY": policy},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=HANGS_S,
+        check=True,
+    )
+    before, after, before_again, after_again = map(int, told.stdout.split()[-4:])
+    assert before - after == before_again - after_again == ended
