@@ -1,7 +1,7 @@
 """Models of the benchmark with a batch for each: fixed shapes, random weights, no download.
 
-All models are from transformers, with dropout of 0.1 wherever their configuration has one, and with
-torch's scaled_dot_product_attention.
+All models but the LSTM are from transformers, with dropout of 0.1 wherever their configuration has
+one, and with torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -159,6 +159,31 @@ def _resnet(quick: bool) -> Task:
     return ResNetForImageClassification(config), batch
 
 
+def _mobilenet(quick: bool) -> Task:
+    import torch  # heavy: torch
+    from transformers import (
+        MobileNetV2Config,
+        MobileNetV2ForImageClassification,
+    )  # heavy: transformers
+
+    pixels, rows = (32, 2) if quick else (64, 16)
+    config = MobileNetV2Config(
+        image_size=pixels,
+        depth_multiplier=0.1 if quick else 1.0,
+        **_classes(_CLASSES, attn_implementation="eager"),
+    )
+    batch = {"pixel_values": torch.randn(rows, 3, pixels, pixels), "labels": _ids(_CLASSES, rows)}
+    return MobileNetV2ForImageClassification(config), batch
+
+
+def _lstm(quick: bool) -> Task:
+    from ortlab.bench.lstm import Lstm  # heavy: torch
+
+    width, vocabulary, tokens = (16, 100, 8) if quick else (256, 10000, 64)
+    ids = _ids(vocabulary, 2 if quick else 32, tokens)
+    return Lstm(vocabulary, width, layers=2), {"ids": ids, "labels": ids}
+
+
 def _common(**more: Any) -> dict[str, Any]:
     """Return settings that are not declared fields of a configuration, extended by `more`."""
     return {"attn_implementation": "sdpa", **more}
@@ -188,4 +213,6 @@ MODELS = {
     "t5-small": Model("T5-small, 4 x 64 tokens to 4 x 64", _t5),
     "vit-small": Model("ViT-small, 4 images of 224 x 224", _vit),
     "resnet-18": Model("ResNet-18, 32 images of 32 x 32", _resnet),
+    "mobilenet-v2": Model("MobileNetV2, 16 images of 64 x 64", _mobilenet),
+    "lstm-256": Model("LSTM 2 x 256, 32 x 64 tokens", _lstm),
 }

@@ -31,7 +31,7 @@ STEPS: Final = 5
 COMPILED: Final = "fused by Inductor"
 OTHERS: Final = "other operators"
 KINDS: Final[Mapping[str, str]] = {
-    "matrix products": r"(ba)?(add)?b?mm|(add)?mv|dot|\w*(gemm|matmul|linear)\w*",
+    "matrix products": r"b?(add)?b?mm|(add)?mv|dot|\w*(gemm|matmul|linear)\w*",
     "convolutions": r"\w*conv\w*",
     "attention": r"\w*attention\w*|softmax|\w*softmax",
     "random draws": r"bernoulli|random|rand\w*|uniform|normal|native_dropout|dropout|exponential",

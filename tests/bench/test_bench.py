@@ -486,6 +486,7 @@ def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
     ("name", "kind"),
     [
         ("aten::addmm", "matrix products"),
+        ("aten::baddbmm", "matrix products"),
         ("com.microsoft.FusedMatMul", "matrix products"),
         ("org.pytorch.aten.ortlab_kernels.matmul", "matrix products"),
         ("aten::mkldnn_convolution", "convolutions"),

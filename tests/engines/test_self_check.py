@@ -426,6 +426,19 @@ def test_what_no_kink_makes_is_an_error(activation: nn.Module, kind: str, off: f
     assert not _at_a_kink(model, x, dataclasses.replace(seen, **changed))
 
 
+@pytest.mark.parametrize(("moves", "explained"), [(2e-4, True), (5e-5, False)])
+def test_buffers_move_by_rounding_as_gradients_do(moves: float, explained: bool) -> None:
+    """As running means of MobileNetV2 do beside its ReLUs."""
+
+    def seen(buffer: float, gradient: float) -> Observed:
+        return _observed(
+            buffers={"mean": torch.tensor([1 + buffer])},
+            gradients={"weight": torch.tensor([1 + gradient])},
+        )
+
+    assert is_at_a_kink(seen(0.0, 0.0), seen(3e-4, 1e-2), [seen(moves, 1e-2)]) is explained
+
+
 def test_parameters_are_nudged_by_the_opposite_in_turn() -> None:
     model = nn.Linear(8, 8)
     off = [one.weight - model.weight for one, _, _ in nudged(model, (), {})]
