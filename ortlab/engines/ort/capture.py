@@ -49,7 +49,6 @@ _ALSO_DECOMPOSED: Final = (
     aten.hardsigmoid,
     aten.hardsigmoid_backward,
     aten.hardswish_backward,
-    aten.hardtanh_backward,
     aten.huber_loss,
     aten.huber_loss_backward,
     aten.index_add,

@@ -85,6 +85,7 @@ _FASTER_WHEN_LARGE: Final[dict[Any, tuple[int, str]]] = {
     aten.masked_fill.Scalar: (300_000, _SELECTION),
     aten.masked_fill.Tensor: (300_000, _SELECTION),
     aten.threshold_backward.default: (300_000, _SELECTION),
+    aten.hardtanh_backward.default: (300_000, _SELECTION),
 }
 """Operators that ORT could run, with the elements from which on torch does, and the reason why.
 
@@ -112,7 +113,7 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         return FASTER_IN_TORCH.get(node.target)
     kernel, places = map(hints, (weight, x if transposed else y))
     positions = math.prod(places) // max(1, places[1])  # where the kernel is applied
-    if math.prod(kernel[2:]) == 1 or positions * math.prod(kernel) < _LARGE_CONVOLUTION:
+    if positions * math.prod(kernel) < _LARGE_CONVOLUTION:
         return None
     return "it is large, and torch has faster kernels for it"
 

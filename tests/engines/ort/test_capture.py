@@ -619,20 +619,30 @@ def test_large_matrices_are_transposed_before_they_are_multiplied(sizes: tuple[i
     assert any(node.op_type == "Transpose" for node in nodes)
 
 
-def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones() -> None:
-    def network(channels: int) -> nn.Module:
-        convolution = nn.Conv2d(3, channels, 3, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(
+    ("activation", "names"),
+    [
+        (nn.ReLU(), {"aten.relu", "aten.threshold_backward"}),
+        (nn.ReLU6(), {"aten.hardtanh", "aten.hardtanh_backward"}),
+    ],
+    ids=str,
+)
+def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones(
+    window: int, activation: nn.Module, names: set[str]
+) -> None:
+    def network(inside: int, outside: int) -> nn.Module:
+        convolution = nn.Conv2d(inside, outside, window, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outside), activation)
 
-    small = Pair(network(4))
+    small = Pair(network(3, 4))
     small.compare(torch.randn(2, 3, 8, 8, requires_grad=True))
     assert not in_torch(small.backend)
-    large = Pair(network(64))
-    large.compare(torch.randn(8, 3, 32, 32, requires_grad=True))
+    large = Pair(network(16, 64))
+    large.compare(torch.randn(8, 16, 32, 32, requires_grad=True))
     assert set(in_torch(large.backend)) == {
-        *("aten.convolution", "aten.convolution_backward"),
+        *("aten.convolution", "aten.convolution_backward", "aten.add.Tensor", *names),
         *("aten._native_batch_norm_legit_functional", "aten.native_batch_norm_backward"),
-        *("aten.threshold_backward", "aten.relu", "aten.add.Tensor"),
     }
 
 

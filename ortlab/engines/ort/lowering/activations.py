@@ -94,6 +94,16 @@ def _threshold_backward(
     return graph.where(graph.compare("LessOrEqual", x, threshold), 0, gradient)
 
 
+@lowers(aten.hardtanh_backward.default)
+def _hardtanh_backward(
+    graph: OnnxGraph, node: fx.Node, gradient: Value, x: Value, low: Number, high: Number
+) -> Value:
+    """Lower hardtanh_backward, of ReLU6, to comparisons, Or, Where; NaN passes, as in torch."""
+    below, above = graph.compare("LessOrEqual", x, low), graph.compare("GreaterOrEqual", x, high)
+    outside = graph.value("Or", below, above, shape=x.shape, dtype=torch.bool)
+    return graph.where(outside, 0, gradient)
+
+
 @lowers(aten.leaky_relu.default)
 def _leaky_relu(graph: OnnxGraph, node: fx.Node, x: Value, slope: Number = 0.01) -> Value:
     """Lower leaky_relu to LeakyRelu."""
