@@ -157,6 +157,12 @@ FREE: Final = VIEWS | {operator.getitem, *QUICK.values()}
 OF_MODEL: Final = ("primals_", "arg")
 """Names that AOTAutograd gives to arguments of the model, which outlive a graph that reads them."""
 
+_LONG_S: Final = 0.02
+"""Mean time of a segment from which on torch's spinning threads end before it.
+
+They spin for 7 ms, and on a busy machine torch can wait as long for those that it creates again.
+"""
+
 _PARTS: Final = 8
 _SMALL_PART: Final = 16 << 20
 """Bytes that a session may keep; it takes some 0.1 ms."""
@@ -329,7 +335,8 @@ class OrtSegment(torch.nn.Module):
             try:
                 given = [arguments[i].contiguous() for i in self._plain]
                 given += [_fed(arguments[i], order) for i, order in self._others]
-                end_idle_threads()
+                if self.calls and self.seconds > self.calls * _LONG_S:
+                    end_idle_threads()
                 made = self._session(given)
                 for i, dtype in self._halves:
                     made[i] = made[i].to(dtype)

@@ -157,12 +157,13 @@ def test_a_session_has_as_many_threads_as_torch(rows: int, workers: int) -> None
 
 
 _MODEL = """
-import psutil, torch
+import sys, psutil, torch
 import ortlab
 
 torch.set_num_threads(2)
-model = ortlab.wrap(torch.nn.Linear(64, 64), engine="ort")
-given, large = torch.rand(64, 64), torch.rand(1 << 20)
+width = int(sys.argv[1])
+model = ortlab.wrap(torch.nn.Linear(width, width), engine="ort")
+given, large = torch.rand(width, width), torch.rand(1 << 20)
 model(given)  # ORT's own threads are created
 for _ in range(2):
     large * 2
@@ -173,11 +174,15 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch computes with libgomp on Linux")
-@pytest.mark.parametrize(("policy", "ended"), [("active", 1), ("passive", 0)])
-def test_threads_of_torch_that_spin_end_before_ort_computes(policy: str, ended: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "width", "ended"), [("active", 3000, 1), ("passive", 3000, 0), ("active", 64, 0)]
+)
+def test_threads_of_torch_that_spin_end_before_ort_computes_for_long(
+    policy: str, width: int, ended: int
+) -> None:
     needs("ort")
     told = subprocess.run(
-        [sys.executable, "-c", _MODEL],
+        [sys.executable, "-c", _MODEL, str(width)],
         env={**os.environ, "OMP_WAIT_POLICY": policy},
         stdout=subprocess.PIPE,
         text=True,
