@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from ortlab.optim.loss_scaler import DynamicLossScaler
 from ortlab.settings import unknown_name
 
 _ON_WORKERS = "train on workers: ortlab.finetune(model, data, workers=2{more})"
@@ -48,12 +49,7 @@ _SCHEMA: Mapping[str, Mapping[str, _Option]] = {
     },
     "mixed_precision": {
         "enabled": _Option(bool, False),
-        "loss_scaler": _Option(
-            object,
-            None,
-            "matrix products use bfloat16 here, which needs none; for float16 use "
-            "ortlab.finetune(model, data, engine='ortmodule', precision='fp16')",
-        ),
+        "loss_scaler": _Option(object, None),
     },
     "utils": {
         "frozen_weights": _Option((list, tuple), ()),
@@ -79,7 +75,8 @@ class ORTTrainerOptions:
     - ``batch``: ``gradient_accumulation_steps``
     - ``device``: ``id``, which has to be "cpu"
     - ``lr_scheduler``: one of `ortlab.optim.lr_scheduler`
-    - ``mixed_precision``: ``enabled``, which here means bfloat16 in matrix products
+    - ``mixed_precision``: ``enabled``, which means bfloat16 in matrix products, and
+      ``loss_scaler``, an `ortlab.optim.DynamicLossScaler`, with which it means float16
     - ``utils``: ``frozen_weights``, a list of names; ``grad_norm_clip``, True if the optimizer's
       ``max_norm_clip`` is applied
     - ``debug``: ``deterministic_compute``; ``check_model_export``, True to compare the graph with
@@ -117,6 +114,21 @@ class ORTTrainerOptions:
                 f"device.id={self.device.id!r}: ORTTrainer trains on a CPU; on a GPU use "
                 "ortlab.finetune(model, data, engine='ortmodule', device='cuda')"
             )
+        scaler = self.mixed_precision.loss_scaler
+        if scaler is not None and not self.mixed_precision.enabled:
+            raise ValueError(
+                "mixed_precision.loss_scaler has no effect without float16; add 'enabled': True"
+            )
+        if scaler is not None and not _is_scaler(scaler):
+            raise ValueError(
+                f"mixed_precision.loss_scaler={scaler!r} is not supported; use "
+                "ortlab.optim.DynamicLossScaler()"
+            )
+        if scaler is not None and self.debug.graph_save_paths:
+            raise ValueError(
+                "debug.graph_save_paths with mixed_precision.loss_scaler: there is no graph of the "
+                "whole step, as torch scales the loss; remove one of them"
+            )
         for name in self.debug.graph_save_paths:
             if name not in GRAPHS:
                 raise ValueError(f"graph_save_paths has {name!r}: {unknown_name(name, GRAPHS)}")
@@ -124,6 +136,13 @@ class ORTTrainerOptions:
     def __repr__(self) -> str:
         parts = {name: vars(getattr(self, name)) for name in _SCHEMA}
         return f"ORTTrainerOptions({parts | {'lr_scheduler': self.lr_scheduler}!r})"
+
+
+def _is_scaler(value: Any) -> bool:
+    """Return whether `value` is a `DynamicLossScaler`, or ORT's class of that name itself."""
+    kind = type(value)
+    ours = kind.__module__.startswith("onnxruntime.training.amp")
+    return isinstance(value, DynamicLossScaler) or (ours and kind.__name__ == "DynamicLossScaler")
 
 
 def _section(section: str, known: Mapping[str, _Option], given: Any) -> SimpleNamespace:

@@ -691,7 +691,6 @@ def test_descriptions(described: Any, message: str) -> None:
         ),
         ({"distributed": {"enable_adasum": True}}, "reduction='adasum'"),
         ({"distributed": {"pipeline_parallel": {"size": 2}}}, "pipeline_stages=2"),
-        ({"mixed_precision": {"loss_scaler": 3}}, "precision='fp16'"),
         ({"lr_scheduler": 3}, r"no get_lr\(info\)"),
         ({"debug": {"graph_save_paths": {"x": "y"}}}, "'x': choose from model_after"),
         ({"utils": {"grad_norm_clip": "yes"}}, "grad_norm_clip='yes' has type str"),
