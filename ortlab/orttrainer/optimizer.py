@@ -81,7 +81,7 @@ def _adam(values: Mapping[str, Any], *, in_torch: bool) -> dict[str, Any]:
     if after or not corrected:
         raise ValueError(
             "AdamConfig: do_bias_correction=False and AFTER_WEIGHT_UPDATE are not supported with "
-            "a loss_scaler; leave both at their defaults"
+            "a loss_scaler or in several processes; leave both at their defaults"
         )
     return _moments(values)
 

@@ -1,28 +1,31 @@
 """Steps of an `ORTTrainer`: in one graph of ORT's, or in the engine ``ort`` with torch's optimizer.
 
-The graph of a whole step has no loss scale, so that steps in float16 are those of the engine
-``ort``.
+The graph of a whole step has no loss scale and reduces no gradients, so that steps in float16 or in
+several processes are those of the engine ``ort``. Each process has batches of its own, and the
+gradient is the mean over the processes, as it was in ORT's trainer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import onnx
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from ortlab.engines.base import Batch, LossFunction
+from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.loss_scale import LossScale, ScaleRule
 from ortlab.engines.ortmodule.engine import execution_of, reseed
 from ortlab.engines.ortmodule.export_pool import CachedExport
 from ortlab.engines.ortmodule.fused_step import FusedStep
 from ortlab.engines.registry import engine
-from ortlab.engines.single_process import OneProcess
+from ortlab.engines.single_process import OneProcess, Share
 from ortlab.engines.torch.stepper import TorchStepper
 from ortlab.orttrainer.objective import Objective
 from ortlab.orttrainer.optimizer import groups_for, optimizer_for
@@ -97,6 +100,42 @@ class Steps(Protocol):
         Args:
             seed: New seed.
         """
+
+
+def check_world(size: int, rank: int) -> None:
+    """Check that this process is in a process group.
+
+    Args:
+        size: Number of processes.
+        rank: Number of this process.
+
+    Raises:
+        ValueError: If there is no group, or this process has another number in it.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"distributed.world_size={size}, but there is no process group; start the script by "
+            f"torchrun --nproc-per-node {size}, and call "
+            "torch.distributed.init_process_group('gloo') in it"
+        )
+    if (size, rank) != (found := (dist.get_world_size(), dist.get_rank())):
+        raise ValueError(
+            f"distributed.world_size={size} and world_rank={rank}, but the process group has size "
+            f"{found[0]} and this process rank {found[1]}; pass those"
+        )
+
+
+def in_first_process(action: Callable[[], object]) -> None:
+    """Call a function in rank 0 of all processes, while the others wait for it.
+
+    Args:
+        action: The function.
+    """
+    try:
+        if dist.get_rank() == 0:
+            action()
+    finally:
+        dist.barrier()
 
 
 class FusedSteps:
@@ -187,7 +226,10 @@ class TorchSteps:
             module: nn.Module, loss: LossFunction | None, owner: nn.Module, device: torch.device
         ) -> OneProcess:
             self._called = _Called(module)
-            return _Alone(self._called, loss, owner, device, groups=groups)
+            given = self._called, loss, owner, device
+            if settings.parallel.workers == 1:
+                return _Alone(*given, groups=groups)
+            return _Several(*given, groups=groups, settings=settings, group=dist.group.WORLD)
 
         stepper = engine("ort").prepare(
             objective, None, settings, processes=processes, stepper=_MicroStepper
@@ -266,6 +308,19 @@ class _Alone(OneProcess):
     ) -> torch.optim.Optimizer:
         """See `OneProcess.optimizer`."""
         return super().optimizer(kind, self._groups, **defaults)
+
+
+class _Several(_Alone, Ranks):
+    """Ranks that are given batches of their own."""
+
+    def share(self, batch: Batch) -> Share:
+        """Return the whole batch of this rank, whose loss has the weight of every other rank's."""
+        part = 1 / self._size
+        return Share(batch, part, part if self._reduction == "mean" else 1.0)
+
+    def total(self, losses: Sequence[torch.Tensor], samples: int) -> torch.Tensor:  # noqa: ARG002
+        """See `OneProcess.total`; the ranks may have batches of different sizes."""
+        return super().total(losses, 1)
 
 
 class _MicroStepper(TorchStepper):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import Checkpoint, Position
 from ortlab.checkpoint.checks import check_kept, check_model, check_optimizer
 from ortlab.deploy.call import ModelCall
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
 from ortlab.engines.loss_scale import ScaleRule, check_loss_scale
 from ortlab.engines.registry import refusal
@@ -26,7 +28,7 @@ from ortlab.optim.config import OptimizerConfig
 from ortlab.orttrainer.description import Description
 from ortlab.orttrainer.objective import Inference, Loss, Objective, axes_of
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
-from ortlab.orttrainer.steps import FusedSteps, Steps, TorchSteps
+from ortlab.orttrainer.steps import FusedSteps, Steps, TorchSteps, check_world, in_first_process
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.errors import brief
 from ortlab.utils.rng import RandomStates
@@ -116,14 +118,7 @@ class ORTTrainer:
                 "mixed precision is bfloat16 in matrix products, without a loss scale; for float16 "
                 "add 'loss_scaler': ortlab.optim.DynamicLossScaler()"
             )
-        lowered = "bf16" if mixed.loss_scaler is None else "fp16"
-        settings = FinetuneSettings.of(
-            engine="ort_fused" if mixed.loss_scaler is None else "ort",
-            device="cpu",
-            precision=lowered if mixed.enabled else "fp32",
-            self_check=self.options.debug.check_model_export,
-            optimizer=_OPTIMIZERS[optim_config.name],
-        )
+        settings = self._settings()
         if (reason := refusal(settings)) is not None:
             raise EngineUnavailable(reason)
         objective = Objective(model, Description.of(model_desc), loss_fn, self._note)
@@ -135,7 +130,7 @@ class ORTTrainer:
         parameters = dict(model.named_parameters())
         self._steps: Steps
         if settings.model.engine == "ort":
-            rule = _rule(mixed.loss_scaler)
+            rule = None if mixed.loss_scaler is None else _rule(mixed.loss_scaler)
             self._steps = TorchSteps(objective, optim_config, parameters, settings, rule)
         else:
             self._steps = FusedSteps(objective, optim_config, parameters, settings)
@@ -277,7 +272,10 @@ class ORTTrainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of weights, optimizer state and counters, named as in ORT's first API."""
+        """Return copies of weights, optimizer state and counters, named as in ORT's first API.
+
+        Of several processes all call this, and each gets the whole state.
+        """
         trained = self._trained()
         optimizer = {
             trained[number][0]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
@@ -332,6 +330,8 @@ class ORTTrainer:
     ) -> Path:
         """Write a checkpoint, from which training can be resumed bit for bit.
 
+        Of several processes all call this, and the first one writes the file.
+
         Args:
             path: The safetensors file.
             user_dict: Plain values and tensors to store with it.
@@ -349,7 +349,7 @@ class ORTTrainer:
         optimizer = self._optimizer.state_dict()
         if not include_optimizer_states:
             optimizer["state"] = {}
-        return Checkpoint(
+        checkpoint = Checkpoint(
             model=self.model.state_dict(),
             optimizer=optimizer,
             position=Position(
@@ -365,7 +365,11 @@ class ORTTrainer:
             ),
             settings={"orttrainer": dict(user_dict or {}), "learning_rate": self.optim_config.lr},
             loss_scale=self._steps.loss_scale(),
-        ).save(path)
+        )
+        if self.options.distributed.world_size > 1:
+            in_first_process(functools.partial(checkpoint.save, path))
+            return Path(path)
+        return checkpoint.save(path)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
         """Resume from a checkpoint, including the state of the random number generators.
@@ -460,6 +464,36 @@ class ORTTrainer:
         self._info.step = counters["step"]
 
     # ---- preparation
+
+    def _settings(self) -> FinetuneSettings:
+        """Return the settings of the steps; ValueError if the processes cannot train together."""
+        mixed, several = self.options.mixed_precision, self.options.distributed
+        size = several.world_size
+        lowered = "bf16" if mixed.loss_scaler is None else "fp16"
+        among: dict[str, Any] = {}
+        if size > 1:
+            among = {
+                "workers": size,
+                "zero_stage": self.options.zero_stage,
+                "reduction": "adasum" if several.enable_adasum else "mean",
+                "max_grad_norm": self._max_grad_norm(),
+                "batch_size": size,  # a process may have batches of any size
+            }
+        settings = FinetuneSettings.of(
+            engine="ort" if self.options.in_torch else "ort_fused",
+            device="cpu",
+            precision=lowered if mixed.enabled else "fp32",
+            self_check=self.options.debug.check_model_export,
+            optimizer=_OPTIMIZERS[self.optim_config.name],
+            **among,
+        )
+        if size > 1:
+            check_world(size, several.world_rank)
+            if (reason := compatibility.group_conflict(settings, size, is_world=True)) is not None:
+                # The option's name in ORT's API.
+                told = reason.replace("max_grad_norm=None", "utils.grad_norm_clip=False")
+                raise ValueError(f"distributed: {told}")
+        return settings
 
     def _freeze(self) -> None:
         parameters = dict(self.model.named_parameters())

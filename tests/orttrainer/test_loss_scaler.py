@@ -308,7 +308,7 @@ def test_ort_own_scaler_serves() -> None:
                 "mixed_precision": {"enabled": True, "loss_scaler": DynamicLossScaler()},
                 "debug": {"graph_save_paths": {"model_with_training_graph_path": "x"}},
             },
-            "graph_save_paths with mixed_precision.loss_scaler",
+            "graph_save_paths with a loss_scaler",
         ),
     ],
 )

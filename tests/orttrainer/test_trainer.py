@@ -684,13 +684,6 @@ def test_descriptions(described: Any, message: str) -> None:
         ({"batch": {"gradient_accumulation_steps": 0}}, "must be at least 1"),
         ({"batch": 4}, r"options\['batch'\] must be a dictionary, not 4"),
         ({"device": {"id": "cuda:0"}}, r"trains on a CPU; on a GPU use ortlab\.finetune"),
-        ({"distributed": {"world_size": 2}}, "world_size=2 is not supported.*workers=2"),
-        (
-            {"distributed": {"deepspeed_zero_optimization": {"stage": 1}}},
-            "workers=2, zero_stage=1",
-        ),
-        ({"distributed": {"enable_adasum": True}}, "reduction='adasum'"),
-        ({"distributed": {"pipeline_parallel": {"size": 2}}}, "pipeline_stages=2"),
         ({"lr_scheduler": 3}, r"no get_lr\(info\)"),
         ({"debug": {"graph_save_paths": {"x": "y"}}}, "'x': choose from model_after"),
         ({"utils": {"grad_norm_clip": "yes"}}, "grad_norm_clip='yes' has type str"),
