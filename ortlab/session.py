@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 import warnings
 import weakref
@@ -150,7 +151,27 @@ class ModelReports:
         else:
             found = capture.capture(model, batch)
         found.measured += self._measured.get(model, {}).values()
+        found.notes += self._scaling(model, found)
         return found
+
+    def _scaling(self, model: nn.Module, graphs: Graphs) -> tuple[str, ...]:
+        """Return a note on the loss scale of the last run of `model`, if it had one."""
+        from ortlab.engines.ort.onnx_model import TANGENTS  # heavy: torch's compiler
+
+        run = self._registry.last_with(model)
+        last = None if run is None else run.recorder.last
+        if run is None or last is None or math.isnan(scale := float(last.loss_scale)):
+            return ()
+        scaled = "the gradients of forward's results"
+        stage = graphs.stages.get("gradient")
+        given = () if stage is None else stage.model.graph.input
+        if names := [each.name for each in given if each.name.startswith(TANGENTS)]:
+            scaled += f" ({', '.join(names)})"
+        return (
+            f"{run.name} multiplies the loss by the loss scale, now {scale:,.10g}, and divides the "
+            f"parameters' gradients by it before the optimizer's step, both in torch: {scaled}, "
+            "where backward begins, and all that it computes from them are scaled",
+        )
 
     def memory_plan(
         self, model: nn.Module, batch: Any = None, *, optimizer: str = "adamw"

@@ -7,8 +7,10 @@ here synchronizes with the device, except `LossScale.state_dict`.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,12 +61,33 @@ def held_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return part
 
 
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a loss scale begins and changes; the defaults are those of torch's GradScaler.
+
+    Attributes:
+        initial: Scale of the first step.
+        window: Number of steps in a row without overflow after which the scale doubles.
+        least: Lower bound of the scale.
+        most: Upper bound of the scale.
+    """
+
+    initial: float = 2.0**16
+    window: int = 2000
+    least: float = 0.0
+    most: float = math.inf
+
+
+_USUAL = ScaleRule()
+
+
 class LossScale:
-    """Dynamic loss scale of an optimizer. The initial scale is 2**16.
+    """Dynamic loss scale of an optimizer.
 
     Args:
         optimizer: Optimizer of float32 parameters.
         device: Device of the loss and the gradients.
+        rule: How the scale begins and changes.
 
     Raises:
         ValueError: If a parameter is in float16: unscaling its gradients would lose precision.
@@ -74,7 +97,12 @@ class LossScale:
     """True after an overflow at the lowest scale; from then on no weight changes."""
     _scaler: torch.amp.GradScaler
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        rule: ScaleRule = _USUAL,
+    ) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.dtype == torch.float16 for p in parameters):
             raise ValueError(
@@ -82,6 +110,7 @@ class LossScale:
                 "model.float() first"
             )
         self._optimizer = optimizer
+        self._rule = rule
         self._one = torch.ones((), device=device)
         self.load(None)
 
@@ -119,7 +148,9 @@ class LossScale:
         scale = self._now()
         skipped = scale < before
         self.collapsed = self.collapsed | (skipped & (scale < LOWEST_LOSS_SCALE))
-        return scale, skipped
+        within = scale.clamp(self._rule.least, self._rule.most)
+        self._scaler.update(within)
+        return within, skipped
 
     def _now(self) -> torch.Tensor:
         return self._scaler.scale(self._one)  # `get_scale` would synchronize with the device
@@ -137,7 +168,11 @@ class LossScale:
             state: Result of `state_dict`, or None for the initial scale.
         """
         self.collapsed = torch.zeros_like(self._one, dtype=torch.bool)
-        self._scaler = torch.amp.GradScaler(self._one.device.type)
+        self._scaler = torch.amp.GradScaler(
+            self._one.device.type,
+            init_scale=self._rule.initial,
+            growth_interval=self._rule.window,
+        )
         if state is not None:
             self._scaler.load_state_dict(dict(state))
         # torch's fused SGD allocates its momentum in its first step. If that step is skipped, the

@@ -1,4 +1,4 @@
-"""Front end of ORT's first training API, from ORT 1.2 (2020), on the engine ``ort_fused``."""
+"""Front end of ORT's first training API, from ORT 1.2 (2020), on engines of ortlab."""
 
 from __future__ import annotations
 

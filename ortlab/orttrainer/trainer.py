@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,16 @@ from torch import nn
 from ortlab.checkpoint.checkpoint import Checkpoint, Position
 from ortlab.checkpoint.checks import check_kept, check_model, check_optimizer
 from ortlab.deploy.call import ModelCall
+from ortlab.engines import compatibility
 from ortlab.engines.base import EngineUnavailable, NotFinite, unfit
-from ortlab.engines.ortmodule.engine import execution_of, reseed
-from ortlab.engines.ortmodule.fused_step import FusedStep
-from ortlab.engines.registry import engine, refusal
-from ortlab.engines.torch.stepper import modes_of, set_modes
+from ortlab.engines.loss_scale import ScaleRule, check_loss_scale
+from ortlab.engines.registry import refusal
+from ortlab.engines.torch.stepper import groups_with, modes_of, set_modes
 from ortlab.optim.config import OptimizerConfig
 from ortlab.orttrainer.description import Description
 from ortlab.orttrainer.objective import Inference, Loss, Objective, axes_of
-from ortlab.orttrainer.optimizer import optimizer_for
 from ortlab.orttrainer.options import GRAPHS, ORTTrainerOptions
+from ortlab.orttrainer.steps import FusedSteps, Steps, TorchSteps, check_world, in_first_process
 from ortlab.settings import FinetuneSettings, unknown_name
 from ortlab.utils.errors import brief
 from ortlab.utils.rng import RandomStates
@@ -51,12 +52,14 @@ class TrainStepInfo:
     """Information that a scheduler gets; see `ortlab.optim.lr_scheduler.StepInfo`.
 
     ``step`` counts calls of `ORTTrainer.train_step`. With gradient accumulation several of them
-    make one optimizer step.
+    make one optimizer step. ``all_finite`` is False after a step that a loss scaler skipped, which
+    does not count as an optimization step.
     """
 
     optimizer_config: OptimizerConfig
     optimization_step: int = 0
     step: int = 0
+    all_finite: bool = True
 
 
 class ORTTrainer:
@@ -109,15 +112,13 @@ class ORTTrainer:
         self.optim_config = optim_config
         self.notes: list[str] = []
         """Notes for the user: additions to ``model_desc``, and differences from ORT's trainer."""
-        mixed = self.options.mixed_precision.enabled
-        if mixed:
-            self._note("mixed precision is bfloat16 in matrix products, without a loss scale")
-        settings = FinetuneSettings.of(
-            engine="ort_fused",
-            device="cpu",
-            precision="bf16" if mixed else "fp32",
-            self_check=self.options.debug.check_model_export,
-        )
+        mixed = self.options.mixed_precision
+        if mixed.enabled and mixed.loss_scaler is None:
+            self._note(
+                "mixed precision is bfloat16 in matrix products, without a loss scale; for float16 "
+                "add 'loss_scaler': ortlab.optim.DynamicLossScaler()"
+            )
+        settings = self._settings()
         if (reason := refusal(settings)) is not None:
             raise EngineUnavailable(reason)
         objective = Objective(model, Description.of(model_desc), loss_fn, self._note)
@@ -125,11 +126,15 @@ class ORTTrainer:
         """Inputs and outputs, including a label or a loss that was added."""
         self._freeze()
         model.to("cpu")
-        self._wrapped = engine("ortmodule").wrap(objective, settings.model)
         self._objective = objective
-        self._optimizer = optimizer_for(optim_config, dict(model.named_parameters()))
-        self._bad = torch.zeros(())
-        self._step = FusedStep(execution_of(self._wrapped), self._optimizer, self._bad)
+        parameters = dict(model.named_parameters())
+        self._steps: Steps
+        if settings.model.engine == "ort":
+            rule = None if mixed.loss_scaler is None else _rule(mixed.loss_scaler)
+            self._steps = TorchSteps(objective, optim_config, parameters, settings, rule)
+        else:
+            self._steps = FusedSteps(objective, optim_config, parameters, settings)
+        self._optimizer = self._steps.optimizer
         self._info = TrainStepInfo(optim_config)
         self._last: list[torch.Tensor] | None = None  # the last valid batch, for `save_as_onnx`
         self._taken = 0  # micro-batches of the current step
@@ -141,7 +146,7 @@ class ORTTrainer:
         """Train on one batch.
 
         The last of ``gradient_accumulation_steps`` calls takes the optimizer step, with the mean of
-        their gradients.
+        their gradients. With a loss scaler, a step whose gradients overflow float16 is skipped.
 
         Args:
             *args: The batch, in the order of `model_desc`.
@@ -155,36 +160,33 @@ class ORTTrainer:
             ValueError: If the batch does not match `model_desc`.
         """
         inputs, sizes = self._batch(args, kwargs)
-        number = self.options.batch.gradient_accumulation_steps
-        last = self._taken + 1 == number
+        of = self.options.batch.gradient_accumulation_steps
+        last = self._taken + 1 == of
         if last:
             self._set_rate()
         with self._deterministic():
             if not self.model.training:
                 self.model.train()
             self._objective.training = True
-            served = self._step.served(tuple(inputs))
-            assert served is not None  # fallbacks are off
-            outcome = self._step.run(
-                served,
-                tuple(inputs),
-                number=self._taken + 1,
-                of=number,
-                max_grad_norm=self._max_grad_norm(),
+            number, self._taken = self._taken + 1, 0  # after an error a step begins anew
+            taken = self._steps.take(
+                inputs, number=number, of=of, max_grad_norm=self._max_grad_norm()
             )
         if not self._saved:
-            self._save_graphs(served.export.stages(), self._step.graph(served))
+            self._save_graphs()
         self._info.step += 1
-        self._taken = 0 if last or bool(self._bad) else self._taken + 1
-        if self._bad:
-            self._bad.zero_()
+        self._info.all_finite = taken.finite and not taken.skipped
+        self._taken = 0 if last or not taken.finite else number
+        if last:
+            self._show_scale()
+        if not taken.finite:
             raise NotFinite(
-                f"the loss is {float(outcome.outputs[0]):g} and the gradient's norm "
-                f"{float(outcome.norm):g} in step {self._info.optimization_step + 1}: the weights "
+                f"the loss is {float(taken.outputs[0]):g} and the gradient's norm "
+                f"{taken.norm:g} in step {self._info.optimization_step + 1}: the weights "
                 "are unchanged; lower the learning rate, or check this batch"
             )
-        self._info.optimization_step += last
-        return self._outputs(outcome.outputs, sizes)
+        self._info.optimization_step += last and not taken.skipped
+        return self._outputs(taken.outputs, sizes)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch in ORT, without training.
@@ -203,8 +205,8 @@ class ORTTrainer:
         modes = modes_of(self._objective)
         self._objective.eval()
         try:
-            with torch.no_grad(), self._deterministic():
-                outputs = self._wrapped(*inputs)
+            with self._deterministic():
+                outputs = self._steps.evaluate(inputs)
         finally:
             set_modes(modes)
         return self._outputs(outputs, sizes)
@@ -270,17 +272,22 @@ class ORTTrainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of weights, optimizer state and counters, named as in ORT's first API."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        """Return copies of weights, optimizer state and counters, named as in ORT's first API.
+
+        Of several processes all call this, and each gets the whole state.
+        """
+        trained = self._trained()
         optimizer = {
-            names[id(p)]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
-            for p, state in self._optimizer.state.items()
+            trained[number][0]: {_STATE.get(k, k): v.clone() for k, v in state.items()}
+            for number, state in self._optimizer.state_dict()["state"].items()
         }
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        scale = self._steps.loss_scale()
         return {
             "model": {"full_precision": weights},
             "optimizer": optimizer,
             "train_step_info": self._counters(),
+            **({} if scale is None else {"loss_scale": scale}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -303,12 +310,16 @@ class ORTTrainer:
                     f"the optimizer's state has {name!r}, which is no parameter of the model"
                 )
             check_kept(state, name, parameters[name])
+        check_loss_scale(state_dict.get("loss_scale"))
         self.model.load_state_dict(weights)
-        self._optimizer.state.clear()
-        for name, state in state_dict["optimizer"].items():
-            self._optimizer.state[parameters[name]] = {
-                named.get(key, key): value.clone() for key, value in state.items()
-            }
+        kept = state_dict["optimizer"]
+        states = {
+            number: {named.get(key, key): value.clone() for key, value in kept[name].items()}
+            for number, (name, _) in enumerate(self._trained())
+            if name in kept
+        }
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._restore({"state": states, "param_groups": groups}, state_dict.get("loss_scale"))
         self._count(state_dict["train_step_info"])
 
     def save_checkpoint(
@@ -318,6 +329,8 @@ class ORTTrainer:
         include_optimizer_states: bool = True,
     ) -> Path:
         """Write a checkpoint, from which training can be resumed bit for bit.
+
+        Of several processes all call this, and the first one writes the file.
 
         Args:
             path: The safetensors file.
@@ -332,11 +345,11 @@ class ORTTrainer:
         """
         self._between_steps("save")
         seed = int(np.random.SeedSequence([self._info.step, 1]).generate_state(1)[0]) >> 1
-        reseed(seed)  # for generators whose state cannot be read
+        self._steps.reseed(seed)  # for generators whose state cannot be read
         optimizer = self._optimizer.state_dict()
         if not include_optimizer_states:
             optimizer["state"] = {}
-        return Checkpoint(
+        checkpoint = Checkpoint(
             model=self.model.state_dict(),
             optimizer=optimizer,
             position=Position(
@@ -351,7 +364,12 @@ class ORTTrainer:
                 engine_seed=seed,
             ),
             settings={"orttrainer": dict(user_dict or {}), "learning_rate": self.optim_config.lr},
-        ).save(path)
+            loss_scale=self._steps.loss_scale(),
+        )
+        if self.options.distributed.world_size > 1:
+            in_first_process(functools.partial(checkpoint.save, path))
+            return Path(path)
+        return checkpoint.save(path)
 
     def load_checkpoint(self, path: str | Path, strict: bool = True) -> dict[str, Any]:
         """Resume from a checkpoint, including the state of the random number generators.
@@ -372,20 +390,16 @@ class ORTTrainer:
             raise ValueError(f"{path} is a run's checkpoint; pass it to finetune as resume_from")
         user_dict, lr = _settings_of(path, found)
         weights = self._fitting(found.model, strict)
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        groups = self._optimizer.param_groups
-        trained = [(names[id(p)], p) for group in groups for p in group["params"]]
         own, kind = self._optimizer.state_dict(), _OPTIMIZERS[self.optim_config.name]
-        check_optimizer(found.optimizer, own, trained, kind)
-        kept = zip(own["param_groups"], found.optimizer["param_groups"], strict=True)
+        check_optimizer(found.optimizer, own, self._trained(), kind)
+        check_loss_scale(found.loss_scale)
+        groups = groups_with(found.optimizer["param_groups"], own["param_groups"])
         self.model.load_state_dict(weights)
-        self._optimizer.load_state_dict(
-            {**found.optimizer, "param_groups": [here | there for here, there in kept]}
-        )
+        self._restore({**found.optimizer, "param_groups": groups}, found.loss_scale)
         self.optim_config.lr = lr
         self._count({"optimization_step": found.position.step, "step": found.position.read})
         found.position.random.give_back()
-        reseed(found.position.engine_seed)
+        self._steps.reseed(found.position.engine_seed)
         return user_dict
 
     def save_as_onnx(self, path: str | Path) -> None:
@@ -420,6 +434,21 @@ class ORTTrainer:
         check_model(weights, own)
         return weights
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the optimizer's parameters with their names, in its order."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups = self._optimizer.param_groups
+        return [(names[id(p)], p) for group in groups for p in group["params"]]
+
+    def _restore(self, optimizer: Mapping[str, Any], scale: Mapping[str, Any] | None) -> None:
+        self._steps.load(optimizer, scale)
+        self._show_scale()
+
+    def _show_scale(self) -> None:
+        """Set the scaler's attribute, which programs of that time read."""
+        if (scale := self._steps.loss_scale()) is not None:
+            self.options.mixed_precision.loss_scaler.loss_scale = scale["scale"]
+
     def _between_steps(self, verb: str) -> None:
         if self._taken:
             number = self.options.batch.gradient_accumulation_steps
@@ -436,6 +465,36 @@ class ORTTrainer:
 
     # ---- preparation
 
+    def _settings(self) -> FinetuneSettings:
+        """Return the settings of the steps; ValueError if the processes cannot train together."""
+        mixed, several = self.options.mixed_precision, self.options.distributed
+        size = several.world_size
+        lowered = "bf16" if mixed.loss_scaler is None else "fp16"
+        among: dict[str, Any] = {}
+        if size > 1:
+            among = {
+                "workers": size,
+                "zero_stage": self.options.zero_stage,
+                "reduction": "adasum" if several.enable_adasum else "mean",
+                "max_grad_norm": self._max_grad_norm(),
+                "batch_size": size,  # a process may have batches of any size
+            }
+        settings = FinetuneSettings.of(
+            engine="ort" if self.options.in_torch else "ort_fused",
+            device="cpu",
+            precision=lowered if mixed.enabled else "fp32",
+            self_check=self.options.debug.check_model_export,
+            optimizer=_OPTIMIZERS[self.optim_config.name],
+            **among,
+        )
+        if size > 1:
+            check_world(size, several.world_rank)
+            if (reason := compatibility.group_conflict(settings, size, is_world=True)) is not None:
+                # The option's name in ORT's API.
+                told = reason.replace("max_grad_norm=None", "utils.grad_norm_clip=False")
+                raise ValueError(f"distributed: {told}")
+        return settings
+
     def _freeze(self) -> None:
         parameters = dict(self.model.named_parameters())
         for name in self.options.utils.frozen_weights:
@@ -445,8 +504,8 @@ class ORTTrainer:
         if not any(p.requires_grad for p in parameters.values()):
             raise ValueError("frozen_weights leaves no parameter to train; remove one of them")
 
-    def _save_graphs(self, stages: Mapping[str, Any], step: Any) -> None:
-        found = dict(zip(GRAPHS, (stages["forward"], stages["gradient"], step), strict=True))
+    def _save_graphs(self) -> None:
+        found = dict(zip(GRAPHS, self._steps.graphs(), strict=True))
         for name, path in self.options.debug.graph_save_paths.items():
             onnx.save(found[name], str(path))
         self._saved = True
@@ -458,6 +517,18 @@ class ORTTrainer:
     def __repr__(self) -> str:
         step = self._info.optimization_step
         return f"<ORTTrainer of {type(self.model).__name__} after {step} steps>"
+
+
+def _rule(scaler: Any) -> ScaleRule:
+    """Return the rule of a loss scaler of `ortlab.optim`, or of ORT's package amp."""
+    if not scaler.automatic_update:
+        return ScaleRule(scaler.loss_scale, least=scaler.loss_scale, most=scaler.loss_scale)
+    return ScaleRule(
+        float(scaler.loss_scale),
+        scaler.up_scale_window,
+        scaler.min_loss_scale,
+        scaler.max_loss_scale,
+    )
 
 
 def _is_config(value: Any) -> bool:

@@ -260,6 +260,16 @@ class RunRegistry:
         """Return the wrapped models that `run` has prepared so far, by engine."""
         return dict(self._wrapped.get(run) or {})
 
+    def last_with(self, model: nn.Module) -> Run | None:
+        """Return the last run that trained a wrapped model, or None without one.
+
+        Args:
+            model: The wrapped model.
+        """
+        return next(
+            (run for run in reversed([*self.runs]) if model in self.wrapped_by(run).values()), None
+        )
+
     def folders(self, model: nn.Module) -> Sequence[Path]:
         """Return the folders of all runs that have trained `model`, in order, even removed ones."""
         return self._folders.get(model, ())

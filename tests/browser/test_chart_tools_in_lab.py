@@ -238,6 +238,20 @@ def test_the_legend_hides_a_series(run: Locator, tmp_path: Path) -> None:
     assert pixels(run, "throughput", VERMILLION) > 50
 
 
+def test_the_loss_scale_has_an_axis_of_powers_of_two(notebook: Opens, tmp_path: Path) -> None:
+    """It falls by 4096; on a linear axis all but the first values would look like zero."""
+    halving = """
+from tests.support import practice
+plain = practice.Sample
+practice.Sample = lambda **values: plain(**values, loss_scale=2.0 ** (16 - values["step"] // 25))
+"""
+    book = notebook([halving + DONE])
+    book.run()
+    written = texts(saved(book.view(), "lr", "SVG", tmp_path))
+    axis = {text for text in written if re.fullmatch(r"[\d,]+", text)} - {"0"}
+    assert {"131,072", "16,384", "2,048", "256"} <= axis, written
+
+
 def test_axes_are_steps_time_or_samples_and_logarithmic(
     run: Locator, tmp_path: Path, screenshot: Takes
 ) -> None:

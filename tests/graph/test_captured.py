@@ -34,6 +34,21 @@ def graphs() -> Graphs:
     return ortlab.graphs(wrapped)
 
 
+def test_the_loss_scale_of_the_last_run_is_told() -> None:
+    wrapped = ortlab.wrap(nn.Linear(4, 3), engine="ort", self_check=False)
+    data = [(torch.full((2, 4), size), torch.tensor([0, 1])) for size in (1.0, 1e6)]
+    chosen: dict[str, Any] = {"loss": "cross_entropy", "engine": "ort", "device": "cpu"}
+    told = []
+    for precision in ("fp16", "fp32"):
+        run = ortlab.finetune(wrapped, data, precision=precision, epochs=1, **chosen)
+        assert run.wait_over(60)
+        told.append(ortlab.graphs(wrapped).notes)
+    (note,), none = told
+    assert "multiplies the loss by the loss scale, now 32,768" in note
+    assert "forward's results (tangents_1), where backward begins" in note
+    assert none == ()
+
+
 def test_every_stage_is_there_and_shown(graphs: Graphs) -> None:
     assert list(graphs.stages) == list(CAPTURED_STAGES)
     for name in CAPTURED_STAGES:

@@ -22,7 +22,7 @@ MODULES = {
     "lightning": "Lightning's fit, with live charts",
     "data": "data that is on every machine",
     "squad": "questions and answers in SQuAD's form",
-    "optim": "the optimizers and schedules of ORT's first training API",
+    "optim": "the optimizers, schedules and loss scaler of ORT's first training API",
     "optim.lr_scheduler": "its schedules",
     "torch_ort": "the names of the package torch_ort",
 }

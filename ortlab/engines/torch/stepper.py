@@ -266,13 +266,19 @@ class TorchStepper:
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`."""
         kept = [buffer.clone() for buffer in self._changing]
+        with self._training(batches_, kept):
+            return self._step(batches_, lr, kept)
+
+    @contextlib.contextmanager
+    def _training(self, batches_: Sequence[Batch], kept: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Run a step or one of its micro-batches; an error undoes it."""
         try:
             with (
                 suited_threads(self._elements, batches_),
                 self._products(),
                 self._processes.together(training=True),
             ):
-                return self._step(batches_, lr, kept)
+                yield
         except Exception:
             for buffer, before in zip(self._changing, kept, strict=True):
                 buffer.copy_(before)
@@ -318,25 +324,29 @@ class TorchStepper:
 
     def _accumulate(self, batches_: Sequence[Batch]) -> Sums:
         """Accumulate the mean gradient of the micro-batches in the parameters."""
+        return self._add(batches_, before=0, of=len(batches_))
+
+    def _add(self, batches_: Sequence[Batch], *, before: int, of: int) -> Sums:
+        """Accumulate more of a step's `of` micro-batches, `before` of which are accumulated."""
         forward_s = backward_s = 0.0
         samples = tokens = own_samples = 0
         losses = []
         own_loss: torch.Tensor | None = None
-        for number, batch in enumerate(batches_, 1):
+        for number, batch in enumerate(batches_, before + 1):
             started = time.perf_counter()
             more_samples, more_tokens = batches.count(batch)
             samples += more_samples
             tokens += more_tokens
             share = self._processes.share(batch)
-            own, last = batches.to_device(share.batch, self._device), number == len(batches_)
-            with self._processes.micro_batch(last=last):
+            own = batches.to_device(share.batch, self._device)
+            with self._processes.micro_batch(last=number == of):
                 with self._autocast():
-                    loss = self._processes.objective(own) / len(batches_)
+                    loss = self._processes.objective(own) / of
                 losses.append(loss.detach() * share.part)
                 own_loss = loss.detach() if own_loss is None else own_loss + loss.detach()
                 own_samples += batches.count(share.batch)[0] if share.part else 0
                 forward_s += time.perf_counter() - started
-                if last:
+                if len(losses) == len(batches_):
                     total = self._processes.total(losses, samples)
                 started = time.perf_counter()
                 loss = loss * share.factor
@@ -473,21 +483,22 @@ class TorchStepper:
         if self._scale is not None:
             check_loss_scale(state["loss_scale"])
         self._processes.take_weights(state["model"])
-        states = {
-            number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
-            for number, each in self._processes.own(self._optimizer, kept["state"]).items()
-        }
+        states = self._laid_out(kept["state"])
         groups = torch.optim.Optimizer.state_dict(self._optimizer)["param_groups"]
         if self._own is not None:  # a scheduler may have changed other options than the rate, too
-            groups = [
-                {**here, **{name: there[name] for name in here.keys() & there.keys() - _OF_CODE}}
-                for here, there in zip(groups, kept["param_groups"], strict=True)
-            ]
+            groups = groups_with(kept["param_groups"], groups)
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         if self._own is not None:
             self._own.load(state.get("scheduler"))
         if self._scale is not None:
             self._scale.load(state["loss_scale"])
+
+    def _laid_out(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Copy this process's part of an optimizer's states, in the layout of the parameters."""
+        return {
+            number: {name: _like(value, self._parameters[number]) for name, value in each.items()}
+            for number, each in self._processes.own(self._optimizer, states).items()
+        }
 
     def adopt(self, settings: FinetuneSettings) -> None:
         """See `Stepper.adopt`."""
@@ -516,6 +527,21 @@ class TorchStepper:
         self._module.training = self._owner.training
         self._processes.close()
         self._close()
+
+
+def groups_with(
+    kept: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups with the saved options that are part of a run's state.
+
+    Args:
+        kept: Saved groups.
+        own: The optimizer's groups, whose other options are unchanged.
+    """
+    return [
+        {**here, **{name: there[name] for name in here.keys() & there.keys() - _OF_CODE}}
+        for here, there in zip(own, kept, strict=True)
+    ]
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:

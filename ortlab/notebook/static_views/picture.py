@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from ortlab.history.saved_run import SavedRun
 from ortlab.metrics import rank_metrics
@@ -222,8 +222,12 @@ def _draw(axes: Axes, name: str, rows: Rows, recorder: Recorder) -> None:
         if unit:
             shown = _unit(columns, rows) if unit == "B" else unit
             left, right = (left, shown) if index else (f"{left} ({shown})", right)
+        if unit == "loss scale":  # halves and doubles
+            side.set_yscale("log", base=2)
+            side.yaxis.set_major_locator(LogLocator(2, numticks=5))
+            side.minorticks_off()
         side.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_text.number(value)))
-        if name != "loss" and lines:
+        if name != "loss" and lines and unit != "loss scale":
             # More room above the second, as the curves of samples and tokens would coincide.
             side.set_ylim(0, (1.4 if index else 1.08) * side.dataLim.y1 or 1)
     # With a fixed position, because finding one automatically measures all of the axes.

@@ -441,7 +441,7 @@ def test_text_says_the_numbers() -> None:
 
 
 def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
-    """The loss scale is charted beside the learning rate, with a separate axis."""
+    """The loss scale is charted beside the learning rate, with a separate axis of powers of two."""
     feed = Feed(run)
     feed.whole()
     run.advance(3)
@@ -459,6 +459,8 @@ def test_a_loss_scale_is_charted_where_there_is_one(run: Still) -> None:
     assert [line.get_label() for line in rate.lines] == ["learning rate"]
     assert scale.lines[0].get_ydata().tolist() == [2.0**16] * 2 + [2.0**15] * 2
     assert rate.get_title("right") == "loss scale"
+    assert (rate.get_yscale(), scale.get_yscale()) == ("linear", "log")
+    assert all(math.log2(tick).is_integer() for tick in scale.get_yticks())
 
 
 def test_a_run_that_failed_in_its_first_step_has_no_empty_charts(

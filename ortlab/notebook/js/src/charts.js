@@ -240,7 +240,7 @@ export class Chart {
   }
 
   #options(lines, width, height, signs) {
-    const { axis: across, log } = this.controls;
+    const { axis: across } = this.controls;
     const scaleOf = (c) => c.unit || "y";
     const scales = [...new Set(lines.map(({ column }) => scaleOf(column)))];
     const zeroBased = this.kind !== "loss" && this.kind !== "evaluation";
@@ -259,7 +259,7 @@ export class Chart {
     });
     const range = (u, low, high, scale) => {
       if (low == null) return [null, null]; // hidden, or without values here: no axis
-      if (log) return logarithmic(low / 1.05, high * 1.05, scale === "B" ? 2 : 10);
+      if (this.#base(scale)) return logarithmic(low / 1.05, high * 1.05, this.#base(scale));
       const base = zeroBased ? Math.min(0, low) : low;
       // More room above the second, as the curves of samples and tokens would coincide.
       const room = scale === scales[1] ? 0.4 : 0.08;
@@ -268,7 +268,7 @@ export class Chart {
       const pad = spread * room || Math.abs(high) * 0.1 || 1;
       return [zeroBased ? base : base - pad, high + pad];
     };
-    const distribution = (scale) => (log ? { distr: 3, log: scale === "B" ? 2 : 10 } : {});
+    const distribution = (scale) => (this.#base(scale) ? { distr: 3, log: this.#base(scale) } : {});
     return {
       width,
       height,
@@ -380,6 +380,13 @@ export class Chart {
   #across(axis) {
     if (axis === "time") return { label: "time since the start", incrs: SECONDS, values: (u, ticks) => ticks.map(duration) };
     return { label: axis, values: (u, ticks) => ticks.map((t) => (t % 1 ? "" : number(t))) };
+  }
+
+  /** Returns the base of a logarithmic y axis, or 0. A loss scale halves and doubles. */
+  #base(scale) {
+    if (scale === "loss scale") return 2;
+    if (!this.controls.log) return 0;
+    return scale === "B" ? 2 : 10;
   }
 
   /** Returns the tick labels and the unit of a y axis. */
