@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 from ortlab import bench
 from ortlab.bench import claims
+from ortlab.bench.claims.batch import LargestBatches
+from ortlab.bench.claims.children import Request, SetUp, TrialFailed, child
 from ortlab.bench.claims.claim import Claim, ClaimSettings, Quote, TimedClaimSettings
+from ortlab.bench.claims.search import Largest, Search, SearchSettings, bisected
 from ortlab.cli import main
 from ortlab.engines.base import progress, tell
 
@@ -103,3 +107,83 @@ def test_every_claim_quotes_an_address() -> None:
         assert claim.quotes, name
         assert all(quote.source.startswith("https://") for quote in claim.quotes), name
         assert issubclass(claim.settings, ClaimSettings)
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 8, 9, 63, 100])
+@pytest.mark.parametrize(("start", "step"), [(8, 8), (50, 6), (1, 1)])
+def test_the_search_finds_the_largest_number_that_fits(most: int, start: int, step: int) -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        assert number > 0
+        tried.append(number)
+        return number <= most
+
+    assert bisected(fits, start=start, step=step) == (most, most + 1)
+    assert len(tried) == len(set(tried)) <= 14
+
+
+def test_a_coarse_search_ends_early_and_one_without_end_says_so() -> None:
+    low, high = bisected(lambda number: number <= 100, start=8, step=8, close=0.25)
+    assert low <= 100 < high <= 1.25 * low
+    with pytest.raises(ValueError, match="choose less memory"):
+        bisected(lambda _: True, start=8, step=8)
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+TINY: dict[str, Any] = {"model": "bert-128", "engine": "eager", "threads": 1, "quick": True}
+LIMIT_BYTES = 24 * 2**20
+
+
+def answer(**request: Any) -> dict[str, Any]:
+    with child(Request(**TINY, **request)) as trial:
+        return trial.answer()
+
+
+@LINUX
+@pytest.mark.slow
+def test_the_batch_that_was_found_fits_and_a_larger_one_does_not() -> None:
+    settings = SearchSettings(threads=1, quick=True)
+    found = Search("bert-128", SetUp("eager", "eager"), LIMIT_BYTES, settings).run(hint=200)
+    assert found.rows
+    assert found.refused_rows
+    assert found.rows < found.refused_rows <= 1.25 * found.rows
+    assert found.peak_bytes
+    assert found.peak_bytes <= LIMIT_BYTES
+    assert found.library_bytes
+    again = answer(rows=found.rows, limit_bytes=LIMIT_BYTES)
+    assert again["fits"]
+    refused = answer(rows=found.refused_rows, limit_bytes=LIMIT_BYTES)
+    assert not refused["fits"]
+    assert "allocate memory" in refused["why"]
+    assert answer(rows=found.refused_rows)["fits"]  # without a limit
+
+
+@LINUX
+def test_another_error_is_not_a_batch_that_does_not_fit() -> None:
+    with pytest.raises(TrialFailed, match="precision='fp64'"):
+        answer(rows=2, options={"precision": "fp64"})
+    settings = SearchSettings(threads=1, quick=True)
+    wrong = SetUp("wrong", "eager", {"precision": "fp64"})
+    found = Search("bert-128", wrong, LIMIT_BYTES, settings).run()
+    assert found.rows is None
+    assert "precision='fp64'" in found.error
+    assert found.trials == ()
+
+
+def test_the_table_has_every_set_up() -> None:
+    measured = LargestBatches(SearchSettings(engines="eager,ort"))
+    measured.found = [
+        Largest("m", "eager", 40, 41, "no memory", 500 * 2**20, 390 * 2**20),
+        Largest("m", "ort", 50, 51, "bad_alloc", 510 * 2**20, 395 * 2**20, 52, 380 * 2**20),
+        Largest("m", "ort, recompute=layers", error="RuntimeError: no graph"),
+    ]
+    shown = "\n".join(measured.tables())
+    assert "| m | eager | 40 | 1.00 | 390.0 MiB | 900.0 MiB | no plan |  | no plan |  |" in shown
+    assert "| m | ort | 50 | 1.25 | 395.0 MiB | 910.0 MiB | 52 | +4.0% | 380.0 MiB |" in shown
+    assert "| m | ort, recompute=layers | error, see below |" in shown
+    assert "- m, ort, recompute=layers: RuntimeError: no graph" in shown
+    assert "- m, ort, batch 51: bad_alloc" in shown
+    assert "Of 1 predicted batches 1 are within 5%, 1 are too high" in shown
+    (ort,) = [each for each in measured.as_dict()["largest"] if each["set_up"] == "ort"]
+    assert (ort["rows"], ort["predicted_rows"], ort["rows_error"]) == (50, 52, pytest.approx(0.04))
