@@ -15,7 +15,15 @@ from ortlab.bench import claims
 from ortlab.bench.claims.batch import LargestBatches
 from ortlab.bench.claims.children import Request, SetUp, TrialFailed, child
 from ortlab.bench.claims.claim import Claim, ClaimSettings, Quote, TimedClaimSettings
-from ortlab.bench.claims.search import Largest, Search, SearchSettings, bisected
+from ortlab.bench.claims.recompute import Side, shown
+from ortlab.bench.claims.search import (
+    SET_UPS,
+    Largest,
+    RecomputeSettings,
+    Search,
+    SearchSettings,
+    bisected,
+)
 from ortlab.cli import main
 from ortlab.engines.base import progress, tell
 
@@ -51,10 +59,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_claim_is_shown_with_its_source() -> None:
     found = bench.papers(claim="sums", rounds=2, device="cpu", quick=True)
-    shown = found.markdown()
-    assert f"- {QUOTE.text} <{QUOTE.source}>" in shown
-    assert "| [1.0, 2.0] |" in shown
-    assert shown.count("**Not a benchmark**") == 1
+    text = found.markdown()
+    assert f"- {QUOTE.text} <{QUOTE.source}>" in text
+    assert "| [1.0, 2.0] |" in text
+    assert text.count("**Not a benchmark**") == 1
     stored = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert stored["published"] == [{"text": QUOTE.text, "source": QUOTE.source}]
     assert (stored["claim"], stored["here"]) == ("sums", {"sums": [1.0, 2.0]})
@@ -84,20 +92,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     token = progress.set(None)  # the command reports progress on standard error
     try:
         assert main([*given, "--rounds", "2", "--threads", "1", "--json", str(file)]) == 0
-        shown = capsys.readouterr()
-        assert "| [1.0, 2.0] |" in shown.out
-        assert "round 2 with 1 thread" in shown.err
+        said = capsys.readouterr()
+        assert "| [1.0, 2.0] |" in said.out
+        assert "round 2 with 1 thread" in said.err
         assert json.loads(file.read_text())["here"] == {"sums": [1.0, 2.0]}
         assert main([*given, "--rounds", "3"]) == 130
         assert "**Interrupted**" in capsys.readouterr().out
-        for wrong, said in (
+        for wrong, told in (
             (["--claim", "sum"], "did you mean 'sums'?"),
             (["--claim", "sums", "--roofline"], "--roofline has no effect with --claim sums"),
             (["--claim", "sums", "--precisions", "bf16"], "--precisions has no effect"),
         ):
             with pytest.raises(SystemExit, match="2"):
                 main(["bench", "papers", *wrong])
-            assert said in capsys.readouterr().err
+            assert told in capsys.readouterr().err
     finally:
         progress.reset(token)
 
@@ -178,12 +186,49 @@ def test_the_table_has_every_set_up() -> None:
         Largest("m", "ort", 50, 51, "bad_alloc", 510 * 2**20, 395 * 2**20, 52, 380 * 2**20),
         Largest("m", "ort, recompute=layers", error="RuntimeError: no graph"),
     ]
-    shown = "\n".join(measured.tables())
-    assert "| m | eager | 40 | 1.00 | 390.0 MiB | 900.0 MiB | no plan |  | no plan |  |" in shown
-    assert "| m | ort | 50 | 1.25 | 395.0 MiB | 910.0 MiB | 52 | +4.0% | 380.0 MiB |" in shown
-    assert "| m | ort, recompute=layers | error, see below |" in shown
-    assert "- m, ort, recompute=layers: RuntimeError: no graph" in shown
-    assert "- m, ort, batch 51: bad_alloc" in shown
-    assert "Of 1 predicted batches 1 are within 5%, 1 are too high" in shown
+    text = "\n".join(measured.tables())
+    assert "| m | eager | 40 | 1.00 | 390.0 MiB | 900.0 MiB | no plan |  | no plan |  |" in text
+    assert "| m | ort | 50 | 1.25 | 395.0 MiB | 910.0 MiB | 52 | +4.0% | 380.0 MiB |" in text
+    assert "| m | ort, recompute=layers | error, see below |" in text
+    assert "- m, ort, recompute=layers: RuntimeError: no graph" in text
+    assert "- m, ort, batch 51: bad_alloc" in text
+    assert "Of 1 predicted batches 1 are within 5%, 1 are too high" in text
     (ort,) = [each for each in measured.as_dict()["largest"] if each["set_up"] == "ort"]
     assert (ort["rows"], ort["predicted_rows"], ort["rows_error"]) == (50, 52, pytest.approx(0.04))
+
+
+@LINUX
+def test_set_ups_take_turns_in_processes_of_their_own() -> None:
+    eager, checkpointing = SET_UPS["eager"]
+    wrong = SetUp("wrong", "eager", {"precision": "fp64"})
+    settings = RecomputeSettings(rounds=2, threads=1, quick=True)
+    side = Side("bert-128", [(eager, 4), (checkpointing, 8), (wrong, 4)], settings, LIMIT_BYTES)
+    side.run()
+    found = list(side.timed.values())
+    assert [len(each.step_ms) for each in found] == [2, 2, 0]
+    assert all(0 < (each.peak_bytes or 0) <= LIMIT_BYTES for each in found[:2])
+    gain = found[1].gain(found[0])
+    assert gain is not None
+    ratios = sorted(2 * a / b for a, b in zip(found[0].step_ms, found[1].step_ms, strict=True))
+    assert (gain.low + gain.high) / 2 == pytest.approx(sum(ratios) / 2)
+    lines = shown(found)
+    assert len(lines) == 5
+    assert lines[2].startswith("| eager | 4 |")
+    assert "| 1.00 (1.00 to 1.00) |" in lines[2]
+    assert "█" * 20 in "".join(lines)
+    assert "not timed: ValueError: precision='fp64'" in lines[4]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@LINUX
+@pytest.mark.slow
+def test_recompute_as_a_whole() -> None:
+    given = {"models": "bert-128", "engines": "eager", "threads": 1, "rounds": 1, "quick": True}
+    result = bench.papers(claim="recompute", **given)
+    here = json.loads(json.dumps(result.as_dict(), allow_nan=False))["here"]
+    (largest,) = here["largest"]
+    own, curve = here["sides"]
+    assert [(each["set_up"], each["rows"]) for each in own["timed"]] == [("eager", largest["rows"])]
+    assert [each["set_up"] for each in curve["timed"]] == ["eager", "eager, checkpointing"]
+    assert all(each["step_ms"] for each in curve["timed"])
+    assert f"| bert-128 | eager | {largest['rows']} | 1.00 |" in result.markdown()

@@ -72,6 +72,25 @@ class SearchSettings(ClaimSettings):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecomputeSettings(SearchSettings):
+    """Settings of the claim about recomputed activations."""
+
+    models: str = setting(
+        "deberta-v2-xxlarge",
+        choices=(*MODELS, *PAPERS),
+        many=True,
+        help="models to train, separated by commas",
+    )
+    engines: str = setting(
+        "eager,ort,ortmodule",
+        choices=tuple(SET_UPS),
+        many=True,
+        help="engines to compare, separated by commas",
+    )
+    rounds: int = setting(5, minimum=1, help="measured rounds; in each, every set-up has a turn")
+
+
 @dataclass(frozen=True)
 class Largest:
     """Largest batch of a set-up.
