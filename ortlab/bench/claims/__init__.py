@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from ortlab.bench.claims.claim import Claim, ClaimBench, Measurement, Quote
+from ortlab.bench.claims.claim import Claim, ClaimBench, GradientSettings, Measurement, Quote
 from ortlab.bench.claims.search import RecomputeSettings, SearchSettings
 from ortlab.bench.papers import EXAMPLES
 from ortlab.settings import unknown_name
@@ -22,6 +22,12 @@ def _recomputing(settings: RecomputeSettings) -> Measurement:
     from ortlab.bench.claims.recompute import Recomputing  # heavy: torch
 
     return Recomputing(settings)
+
+
+def _gradient(settings: GradientSettings) -> Measurement:
+    from ortlab.bench.claims.gradient import MinimalGradient  # heavy: torch
+
+    return MinimalGradient(settings)
 
 
 _PULLS = "https://github.com/microsoft/onnxruntime/pull"
@@ -80,6 +86,20 @@ CLAIMS: dict[str, Claim] = {
         ),
         RecomputeSettings,
         _recomputing,
+    ),
+    "gradient": Claim(
+        "A gradient graph for the trained parameters only",
+        (
+            Quote(
+                '"This pull request brings support for models where only a part of the parameters '
+                'are trainable", March 2021. What the Technical Deep Dive of May 2020 says of a '
+                "minimal gradient graph was not found in the stored part of the page, so it is not "
+                "quoted; neither gives a figure here.",
+                f"{_PULLS}/7058",
+            ),
+        ),
+        GradientSettings,
+        _gradient,
     ),
 }
 """Claims by the names of the option ``--claim``."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ortlab.bench.models import MODELS
 from ortlab.settings import Settings, setting
 
 if TYPE_CHECKING:
@@ -49,6 +50,24 @@ class TimedClaimSettings(ClaimSettings):
     rounds: int = setting(10, minimum=1, help="measured rounds; in each, every set-up has a turn")
     device: str = setting(
         "auto", choices=("auto", "cpu", "cuda"), help="device to train on; cuda is not tested"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSettings(TimedClaimSettings):
+    """Settings of the claim about the gradient of some parameters."""
+
+    models: str = setting(
+        "bert-256/8x64",
+        choices=tuple(name for name in MODELS if name.startswith("bert")),
+        many=True,
+        help="models to train, separated by commas",
+    )
+    engines: str = setting(
+        "eager,ort,ortmodule",
+        choices=("eager", "ort", "ortmodule"),
+        many=True,
+        help="engines to compare, separated by commas",
     )
 
 
