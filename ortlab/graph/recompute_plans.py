@@ -33,7 +33,7 @@ from ortlab.graph.memory import MemoryPlan, plan, plan_of
 from ortlab.graph.planned_capture import PlannedCapture, PlannedGraph
 from ortlab.graph.subgraphs import Subgraphs
 from ortlab.settings import EngineSettings, FinetuneSettings, unknown_name
-from ortlab.utils.process_memory import memory, parse_bytes
+from ortlab.utils.process_memory import memory, parse_bytes, raised
 from ortlab.utils.tables import Column, Table
 
 if TYPE_CHECKING:
@@ -290,8 +290,8 @@ class RecomputePlans:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
         self._graph.check(split(plan))
-        if raised := self.raises(plan):
-            warnings.warn(f"recompute={plan!r} {raised}", stacklevel=2)
+        if more := self.raises(plan):
+            warnings.warn(f"recompute={plan!r} {more}", stacklevel=2)
         self._choose(self._graph.settings(split(plan)))
 
     def memory(self, plan: str) -> MemoryPlan:
@@ -339,10 +339,7 @@ class RecomputePlans:
         """
         before = self._memory(()).peak_bytes()
         after = self._memory(self._graph.check(split(plan))).peak_bytes()
-        if after <= before:
-            return ""
-        pair = dict.fromkeys(map(memory, (before, after)))  # equal if both are rounded
-        return f"raises the peak by {memory(after - before)} ({' to '.join(pair)})"
+        return raised(before, after)
 
     @property
     def subgraphs(self) -> Subgraphs:
@@ -516,8 +513,8 @@ class RecomputePlans:
             yield f"cost is for the timed batch, {self._step_s * 1e3:.0f} ms per step"
 
     def _told_active(self) -> str:
-        raised = self.raises(self.chosen)
-        return f"active: {self.chosen}" + (f", which {raised}" if raised else "")
+        more = self.raises(self.chosen)
+        return f"active: {self.chosen}" + (f", which {more}" if more else "")
 
     def __repr__(self) -> str:
         return repr(self.table())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sympy
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import ortlab
 from ortlab.engines.ortmodule import kernels
@@ -108,6 +111,31 @@ def test_a_plan_that_raises_the_peak_says_so() -> None:
     view._apply_ticks()
     assert ortlab.recompute_plans(wrapped, BATCH).chosen == "off"
     view.close()
+
+
+class Examples(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {key: value[index % 4] for key, value in BATCH.items()}
+
+
+def test_a_run_whose_plan_raises_the_peak_says_so() -> None:
+    data: Any = Examples()
+    settings: dict[str, Any] = {"engine": "ortmodule", "kernels": "torch", "batch_size": 4}
+    run = ortlab.finetune(tiny.bert(0.1), data, num_train_epochs=10_000, **settings)
+    while run.step < 2:
+        assert not run.wait_over(0.01)
+    for plan in ("layers", GELU):
+        run.apply(recompute=plan)
+        while run.current_settings.model.recompute != plan:
+            assert not run.wait_over(0.01)
+    run.stop()
+    run.result()
+    told = [event.text for event in run.recorder.events("warning") if "peak" in event.text]
+    assert len(told) == 1, told  # layers do not raise it
+    assert re.match(rf"recompute={re.escape(GELU)} raises the peak by [\d.]+ [KM]iB \(", told[0])
 
 
 @pytest.mark.parametrize(
