@@ -266,7 +266,7 @@ class SettingChanger:
         return not free
 
     def _raised(self, trial: Trial) -> str:
-        """Return by how much the new recompute plan raises the predicted peak; "" if it does not."""
+        """Return by how much a new recompute plan raises the predicted peak; "" if it does not."""
         plans = {
             name: value for name in _PLANS if (value := trial.before[name]) != trial.wanted[name]
         }
