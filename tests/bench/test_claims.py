@@ -26,6 +26,7 @@ from ortlab.bench.claims.search import (
 )
 from ortlab.cli import main
 from ortlab.engines.base import progress, tell
+from ortlab.engines.ortmodule import compat
 
 QUOTE = Quote("ORT adds faster, by 45%, on a V100", "https://example.com/adds")
 
@@ -139,6 +140,7 @@ def test_a_coarse_search_ends_early_and_one_without_end_says_so() -> None:
 
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 TINY: dict[str, Any] = {"model": "bert-128", "engine": "eager", "threads": 1, "quick": True}
 LIMIT_BYTES = 24 * 2**20
 
@@ -232,3 +234,17 @@ def test_recompute_as_a_whole() -> None:
     assert [each["set_up"] for each in curve["timed"]] == ["eager", "eager, checkpointing"]
     assert all(each["step_ms"] for each in curve["timed"])
     assert f"| bert-128 | eager | {largest['rows']} | 1.00 |" in result.markdown()
+
+
+@LINUX
+@NEEDS_ORT
+@pytest.mark.slow
+def test_memory_is_predicted_from_a_small_batch() -> None:
+    given = {**TINY, "engine": "ortmodule", "options": {"arena": False}}
+    with child(Request(**given, rows=4, predict_bytes=LIMIT_BYTES)) as trial:
+        predicted = trial.answer()["predicted"]
+    assert predicted == sorted(predicted)
+    with child(Request(**given, rows=400)) as trial:
+        measured = trial.answer()
+    assert predicted[399] == pytest.approx(measured["peak_bytes"], rel=0.05)
+    assert predicted[399] > 1.5 * predicted[3]

@@ -15,8 +15,8 @@ METHOD = (
     "Each trial is a fresh process that makes three steps under RLIMIT_DATA, with glibc set to "
     "return freed memory at once. A batch does not fit if the process runs out of memory. The "
     "limit counts beyond what the process has when the libraries are loaded and has no model; both "
-    "together are the absolute limit. Predicted: one small batch, measured, and what ortlab's "
-    "memory plan adds for a larger one."
+    "together are the absolute limit. Predicted: what a process with a small batch keeps between "
+    "steps, measured, and the tensors of a step by ortlab's memory plan."
 )
 
 

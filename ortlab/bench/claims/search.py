@@ -22,8 +22,6 @@ PROBE_ROWS = 4
 """Batch whose memory is measured for a prediction."""
 _CLOSE = 0.25
 """Relative difference of the batches that fits and does not at which a quick search ends."""
-_PLANNED_ROWS = 512
-"""Largest batch that is predicted."""
 _WITH_PLAN = ("ort", "ortmodule")
 
 
@@ -229,21 +227,16 @@ class Search:
         )
 
     def _predicted(self) -> list[int]:
-        """Return the peak for batches from one sample on, without the libraries.
-
-        The plan knows the tensors of a step, and not what Python and ORT keep besides. That is
-        measured with a small batch, and the plan tells what a larger one adds.
-        """
+        """Return the predicted peak for batches from one sample on, see `trial.Trial.predicted`."""
         if self._set_up.engine not in _WITH_PLAN:
             return []
         tell(f"{self._probe.model}, {self._set_up.label}: memory plan")
-        with child(dataclasses.replace(self._probe, plan_rows=_PLANNED_ROWS)) as probe:
+        with child(dataclasses.replace(self._probe, predict_bytes=self._limit_bytes)) as probe:
             answer = probe.answer()
         if not answer["fits"]:
             raise TrialFailed(answer["why"])
-        planned: list[int] = answer["planned"]
-        besides = answer["peak_bytes"] - planned[PROBE_ROWS - 1]
-        return [besides + size for size in planned]
+        found: list[int] = answer["predicted"]
+        return found
 
     def _fits(self, rows: int) -> bool:
         limited = dataclasses.replace(self._probe, rows=rows, limit_bytes=self._limit_bytes)
