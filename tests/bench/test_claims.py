@@ -157,7 +157,7 @@ def test_the_batch_that_was_found_fits_and_a_larger_one_does_not() -> None:
     found = Search("bert-128", SetUp("eager", "eager"), LIMIT_BYTES, settings).run(hint=200)
     assert found.rows
     assert found.refused_rows
-    assert found.rows < found.refused_rows <= 1.25 * found.rows
+    assert found.rows < found.refused_rows <= 2 * found.rows
     assert found.peak_bytes
     assert found.peak_bytes <= LIMIT_BYTES
     assert found.library_bytes
@@ -231,9 +231,9 @@ def test_recompute_as_a_whole() -> None:
     (largest,) = here["largest"]
     own, curve = here["sides"]
     assert [(each["set_up"], each["rows"]) for each in own["timed"]] == [("eager", largest["rows"])]
-    assert [each["set_up"] for each in curve["timed"]] == ["eager", "eager, checkpointing"]
+    assert [each["set_up"] for each in curve["timed"]] == ["eager"]
     assert all(each["step_ms"] for each in curve["timed"])
-    assert f"| bert-128 | eager | {largest['rows']} | 1.00 |" in result.markdown()
+    assert f"| bert-128 | eager | {largest['rows']} |" in result.markdown()
 
 
 @LINUX

@@ -16,12 +16,10 @@ from ortlab.settings import ENGINES, SAME_ENGINE, setting
 
 MOST_ROWS = 4096
 """Largest batch that is tried."""
-FIRST_ROWS = 8
+FIRST_ROWS, FIRST_ROWS_QUICK = 8, 256
 """Batch that is tried first where nothing is known."""
 PROBE_ROWS = 4
 """Batch whose memory is measured for a prediction."""
-_CLOSE = 0.25
-"""Relative difference of the batches that fits and does not at which a quick search ends."""
 _WITH_PLAN = ("ort", "ortmodule")
 
 
@@ -184,7 +182,7 @@ class Search:
     ) -> None:
         self._set_up = set_up
         self._limit_bytes = limit_bytes
-        self._close = _CLOSE if settings.quick else 0.0
+        self._quick = settings.quick
         self._probe = Request(
             model,
             set_up.engine,
@@ -208,9 +206,10 @@ class Search:
             by_plan = sum(size <= self._limit_bytes for size in predicted)
             if predicted:
                 hint = by_plan
-            start = hint or FIRST_ROWS
-            step = max(1, start // 8) if hint else start
-            rows, refused = bisected(self._fits, start=start, step=step, close=self._close)
+            start = hint or (FIRST_ROWS_QUICK if self._quick else FIRST_ROWS)
+            step = max(1, start // 8) if hint and not self._quick else start
+            close = 1.0 if self._quick else 0.0
+            rows, refused = bisected(self._fits, start=start, step=step, close=close)
         except (TrialFailed, ValueError) as error:
             return dataclasses.replace(found, error=str(error), trials=self._trials())
         at = self._answers.get(rows, {})
