@@ -15,8 +15,8 @@ METHOD = (
     "Each trial is a fresh process that makes three steps under RLIMIT_DATA, with glibc set to "
     "return freed memory at once. A batch does not fit if the process runs out of memory. The "
     "limit counts beyond what the process has when the libraries are loaded and has no model; both "
-    "together are the absolute limit. Predicted: one small batch, measured, and what ortlab's "
-    "memory plan adds for a larger one."
+    "together are the absolute limit. Predicted: what a process with a small batch keeps between "
+    "steps, measured, and the tensors of a step by ortlab's memory plan."
 )
 
 
@@ -61,7 +61,7 @@ class LargestBatches:
         """See `Measurement.tables`."""
         lines = [f"Largest batch in {memory(self.limit_bytes)} beyond the libraries.", ""]
         if self._settings.quick:
-            lines = [*lines, "Within 25%: the search ends early.", ""]
+            lines = [*lines, "Twice that batch, or less, does not fit: the search ends early.", ""]
         heads = ["model", "set-up", "largest batch", "of eager's", "peak", "limit with libraries"]
         heads += ["predicted batch", "error", "predicted peak", "error"]
         rows = [self._row(each) for each in self.found]
@@ -74,7 +74,7 @@ class LargestBatches:
         eager = next(
             (e.rows for e in self.found if (e.model, e.set_up) == (each.model, "eager")), 0
         )
-        ratio = f"{each.rows / eager:.2f}" if eager else ""
+        ratio = f"{each.rows / eager:.2f}" if eager and not self._settings.quick else ""
         own = ["", ""]
         if each.library_bytes is not None and each.peak_bytes is not None:
             own = [memory(each.peak_bytes), memory(each.library_bytes + self.limit_bytes)]

@@ -50,7 +50,7 @@ class Request:
         options: Settings of the engine.
         checkpointing: True to turn on torch's checkpointing.
         limit_bytes: Memory beyond that of the libraries; None for no limit.
-        plan_rows: Largest batch whose memory is planned, 0 for no plan.
+        predict_bytes: Memory for which the largest batch is to be predicted; 0 for no prediction.
         threads: Threads that torch and ORT compute with, torch's default if None.
         quick: True for a tiny model.
     """
@@ -61,7 +61,7 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
     limit_bytes: int | None = None
-    plan_rows: int = 0
+    predict_bytes: int = 0
     threads: int | None = None
     quick: bool = False
 

@@ -185,7 +185,7 @@ class Recomputing:
             ]
             self._side(f"{model}, each with its largest batch", model, own, limited=True)
             rows = found.get("eager") or max((rows for _, rows in own), default=0)
-            few = 2 if self._settings.quick else None
+            few = 1 if self._settings.quick else None
             curve = [
                 (set_up, rows)
                 for engine in engines

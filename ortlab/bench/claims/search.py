@@ -16,14 +16,10 @@ from ortlab.settings import ENGINES, SAME_ENGINE, setting
 
 MOST_ROWS = 4096
 """Largest batch that is tried."""
-FIRST_ROWS = 8
+FIRST_ROWS, FIRST_ROWS_QUICK = 8, 256
 """Batch that is tried first where nothing is known."""
 PROBE_ROWS = 4
 """Batch whose memory is measured for a prediction."""
-_CLOSE = 0.25
-"""Relative difference of the batches that fits and does not at which a quick search ends."""
-_PLANNED_ROWS = 512
-"""Largest batch that is predicted."""
 _WITH_PLAN = ("ort", "ortmodule")
 
 
@@ -186,7 +182,7 @@ class Search:
     ) -> None:
         self._set_up = set_up
         self._limit_bytes = limit_bytes
-        self._close = _CLOSE if settings.quick else 0.0
+        self._quick = settings.quick
         self._probe = Request(
             model,
             set_up.engine,
@@ -210,9 +206,10 @@ class Search:
             by_plan = sum(size <= self._limit_bytes for size in predicted)
             if predicted:
                 hint = by_plan
-            start = hint or FIRST_ROWS
-            step = max(1, start // 8) if hint else start
-            rows, refused = bisected(self._fits, start=start, step=step, close=self._close)
+            start = hint or (FIRST_ROWS_QUICK if self._quick else FIRST_ROWS)
+            step = max(1, start // 8) if hint and not self._quick else start
+            close = 1.0 if self._quick else 0.0
+            rows, refused = bisected(self._fits, start=start, step=step, close=close)
         except (TrialFailed, ValueError) as error:
             return dataclasses.replace(found, error=str(error), trials=self._trials())
         at = self._answers.get(rows, {})
@@ -229,21 +226,16 @@ class Search:
         )
 
     def _predicted(self) -> list[int]:
-        """Return the peak for batches from one sample on, without the libraries.
-
-        The plan knows the tensors of a step, and not what Python and ORT keep besides. That is
-        measured with a small batch, and the plan tells what a larger one adds.
-        """
+        """Return the predicted peak for batches from one sample on, see `trial.Trial.predicted`."""
         if self._set_up.engine not in _WITH_PLAN:
             return []
         tell(f"{self._probe.model}, {self._set_up.label}: memory plan")
-        with child(dataclasses.replace(self._probe, plan_rows=_PLANNED_ROWS)) as probe:
+        with child(dataclasses.replace(self._probe, predict_bytes=self._limit_bytes)) as probe:
             answer = probe.answer()
         if not answer["fits"]:
             raise TrialFailed(answer["why"])
-        planned: list[int] = answer["planned"]
-        besides = answer["peak_bytes"] - planned[PROBE_ROWS - 1]
-        return [besides + size for size in planned]
+        found: list[int] = answer["predicted"]
+        return found
 
     def _fits(self, rows: int) -> bool:
         limited = dataclasses.replace(self._probe, rows=rows, limit_bytes=self._limit_bytes)

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
     Batch = dict[str, torch.Tensor]
 
+_PLANNED_ROWS = 512
+"""Largest batch that is predicted."""
+_CAPTURES = 3
+"""Most graphs that a prediction captures to find that of the largest batch."""
 _STEPS = 3
 """Steps that must fit; from the second on there is the optimizer's state, too."""
 
@@ -78,7 +82,12 @@ class Trial:
         """Load the libraries of the engine and the model, whose memory does not count."""
         build(self._request.model, quick=True)
         model = nn.Linear(2, 2)
-        plain = FinetuneSettings.of(engine=self._request.engine, cache=False, device="cpu")
+        # The first session of a process decides for all later ones whether ORT's provider has an
+        # arena: onnxruntime-training 1.19.2 caches the provider by its options alone.
+        arena = {n: v for n, v in self._request.options.items() if n == "arena"}
+        plain = FinetuneSettings.of(
+            {"engine": self._request.engine, "cache": False, "device": "cpu", **arena}
+        )
         stepper = engine(plain.model.engine).prepare(model, nn.functional.mse_loss, plain)
         stepper.step([(torch.ones(2, 2), torch.ones(2, 2))], lr=0.0)
         stepper.close()
@@ -95,6 +104,7 @@ class Trial:
         return {
             "library_bytes": before["VmData"],
             "peak_bytes": touched + max(0, untouched),
+            "idle_bytes": now["VmData"] - before["VmData"],
         }
 
     def turn(self) -> float:
@@ -115,17 +125,39 @@ class Trial:
             return self._trial.first_step_s * 1e3
         return self._trial.turn([[batch]], seed=self._turns)
 
-    def planned(self) -> list[int]:
-        """Return the memory of a step by ortlab's plan, for batches from one sample on."""
-        plan = self._plan()
-        return [plan.peak_bytes(batch=size) for size in range(1, self._request.plan_rows + 1)]
+    def predicted(self, taken: Mapping[str, int], limit_bytes: int) -> list[int]:
+        """Return the predicted peak in bytes for batches from one sample on.
 
-    def _plan(self) -> MemoryPlan:
+        The plan knows the tensors of a step. What Python and ORT keep besides is what was measured
+        between steps, and no step takes less than the first one of a small batch.
+
+        Args:
+            taken: Result of `begin`.
+            limit_bytes: Memory near which the prediction matters.
+        """
+
+        def peaks(plan: MemoryPlan) -> list[int]:
+            sizes = range(1, _PLANNED_ROWS + 1)
+            return [max(taken["peak_bytes"], besides + plan.peak_bytes(batch=n)) for n in sizes]
+
+        plan = self._plan(self._batch)
+        besides = taken["idle_bytes"] - plan.idle_bytes(batch=self._request.rows)
+        found, at = peaks(plan), self._request.rows
+        for _ in range(_CAPTURES):
+            rows = sum(size <= limit_bytes for size in found)
+            if self._request.engine != "ort" or not rows or abs(rows - at) <= at // 10:
+                break
+            # Engine ort leaves large operators to torch: the graph of a large batch is another one.
+            found, at = peaks(self._plan(of_rows(self._batch, rows))), rows
+        return found
+
+    def _plan(self, batch: Batch) -> MemoryPlan:
         if self._request.engine == "ort":
             from ortlab.graph import captured, planned_capture  # heavy: torch's compiler
 
             record = cast("OrtModel", wrapped_model(self.wrapped))
-            captured.for_any_size(record)
+            record.twin = None  # its graph was made for the sizes of another batch
+            captured.for_any_size(record, batch)
             return planned_capture.plan_for(record, self._settings, trains=False)[0]
         from ortlab.graph.recompute_plans import plan_for  # heavy: torch's compiler
 
@@ -176,7 +208,9 @@ def answers(request: Request, asked: TextIO) -> Iterator[dict[str, Any]]:
         with threads(request.threads):
             trial = Trial(request)
             taken = trial.begin()
-            yield {"fits": True, **taken, "planned": trial.planned() if request.plan_rows else []}
+            near = request.predict_bytes
+            predicted = trial.predicted(taken, near) if near else []
+            yield {"fits": True, **taken, "predicted": predicted}
             for _ in asked:
                 yield {"ms": trial.turn()}
     except Exception as error:  # noqa: BLE001 - engines raise anything; the parent shows it
