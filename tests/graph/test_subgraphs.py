@@ -16,6 +16,7 @@ import ortlab
 from ortlab.engines.ortmodule import kernels
 from ortlab.graph.subgraphs import Subgraphs
 from ortlab.notebook.views.recompute_view import RecomputeView
+from ortlab.utils.process_memory import raised
 from tests.support import tiny
 
 BATCH = {
@@ -188,3 +189,15 @@ def test_a_compromise_saves_a_part() -> None:
     assert (part.options, part.active, whole.active) == ("recompute with compromise", True, False)
     unknown = Subgraphs(plans, results, active=(), sizes={"ids_dim0": ("batch", None)})
     assert unknown[0].saved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (1938, 1996, "raises the peak by 5.8 MiB (193.8 MiB to 199.6 MiB)"),
+        (19380, 19381, ""),  # rounding
+        (1938, 1900, ""),
+    ],
+)
+def test_how_much_the_peak_is_raised(before: int, after: int, said: str) -> None:
+    assert raised(before * 2**20 // 10, after * 2**20 // 10) == said
