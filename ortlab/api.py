@@ -257,7 +257,7 @@ def recompute_plans(
     Returns:
         The plans. ``.at(batch=32)`` is for other sizes, ``.measure()`` times each plan,
         ``.least_time("2GiB")`` names the fastest that fits, and ``.choose("layers")`` applies a
-        plan from the next step on.
+        plan from the next step on. ``.subgraphs`` lists what ORT's own plans recompute.
 
     Raises:
         ValueError: If the model is not wrapped in engine ``"ortmodule"``, or has no graph of a

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ortlab import bench
 from ortlab._version import __version__
 from ortlab.bench import BenchSettings, PaperSettings, StepSettings
+from ortlab.bench.claims import CLAIMS, claim_of
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
 from ortlab.engines import caches, doctor
@@ -25,6 +26,7 @@ from ortlab.utils.errors import Concise
 from ortlab.utils.findings import findings_table
 
 if TYPE_CHECKING:
+    from ortlab.bench.claims.claim import ClaimBench
     from ortlab.bench.paper_report import PaperBench
     from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
@@ -205,6 +207,9 @@ They are the pre-training of BERT-Large in both phases, GPT-2 Medium at sequence
 fine-tuning table of ORT's training examples. A GPU uses the published shapes and fp16, which is not
 tested; a CPU uses smaller models, so that only speedups can be compared, and with care. The method
 is that of `ortlab bench engines`. Each published figure is quoted with its address, or "not found".
+
+With --claim it measures another claim of ORT's papers, also with ours, eager torch's and the
+published figure. Options that a claim does not have are refused.
 """
 
 
@@ -224,8 +229,8 @@ cannot train on this machine.
 def _add_bench(commands: Any) -> None:
     """Add the benchmarks; ``run`` of the parsed arguments executes them."""
     about = "show how fast each engine trains here, and where the time of a step goes"
-    bench = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
-    parts = bench.add_subparsers(dest="what", required=True)
+    parser = commands.add_parser("bench", help=about, description=f"{about.capitalize()}.")
+    parts = parser.add_subparsers(dest="what", required=True)
     about = "ORT's operators next to the kernels that may replace them, as measured here so far"
     kernels = parts.add_parser("kernels", help=about, description=f"{about}.")
     kernels.set_defaults(run=_bench_kernels)
@@ -236,18 +241,19 @@ def _add_bench(commands: Any) -> None:
         description=_ENGINES,
         call="bench.engines(rounds=5)",
         settings=BenchSettings,
-        run=functools.partial(_bench, BenchSettings),
+        run=functools.partial(_bench, bench.engines, BenchSettings),
     )
-    _add_benchmark(
+    papers = _add_benchmark(
         parts,
         "papers",
         about="the published benchmarks of ORT's training, next to the published figures",
         description=_PAPERS,
         call="bench.papers(rounds=5)",
         settings=PaperSettings,
-        run=functools.partial(_bench, PaperSettings),
+        run=_bench_papers,
         models={name: paper.title for name, paper in PAPERS.items()},
     )
+    _add_claims(papers)
     _add_benchmark(
         parts,
         "step",
@@ -269,7 +275,7 @@ def _add_benchmark(
     settings: type[Settings],
     run: Callable[[argparse.ArgumentParser, argparse.Namespace], int],
     models: Mapping[str, str] | None = None,
-) -> None:
+) -> argparse.ArgumentParser:
     """Add one benchmark with an option for each of `settings`; `call` is the same in Python."""
     about_models = models or {name: model.about for name, model in MODELS.items()}
     width = max(map(len, about_models)) + 2
@@ -281,22 +287,35 @@ def _add_benchmark(
         epilog=f"models:\n{listed}\n\nIn Python: from ortlab import bench; {call}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(parser, settings)
-    parser.set_defaults(run=functools.partial(run, parser))
-
-
-def _add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
-    """Add an option for each of `settings`, and ``--json``."""
-    for name, declaration in settings.declarations().items():
-        if declaration.type is bool:
-            parser.add_argument(declaration.flag, action="store_true", help=declaration.help)
-        else:
-            parser.add_argument(declaration.flag, metavar=name.upper(), help=_help(declaration))
+    _add_options(parser, settings.declarations())
     parser.add_argument(
         "--json",
         metavar="FILE",
         help="also write all figures to FILE; - prints them instead of the table",
     )
+    parser.set_defaults(run=functools.partial(run, parser))
+    return parser
+
+
+def _add_claims(parser: argparse.ArgumentParser) -> None:
+    """Add ``--claim`` to ``papers``, and the options that only claims have."""
+    listed = "; ".join(f"{name}: {claim.title}" for name, claim in CLAIMS.items())
+    group = parser.add_argument_group("claims")
+    group.add_argument("--claim", metavar="NAME", help=f"another claim to measure. {listed}")
+    own: dict[str, Declaration] = {}
+    for claim in CLAIMS.values():
+        own |= claim.settings.declarations()
+    papers = PaperSettings.declarations()
+    _add_options(group, {name: each for name, each in own.items() if name not in papers})
+
+
+def _add_options(parser: Any, declared: Mapping[str, Declaration]) -> None:
+    """Add an option for each of the declared settings."""
+    for name, declaration in declared.items():
+        if declaration.type is bool:
+            parser.add_argument(declaration.flag, action="store_true", help=declaration.help)
+        else:
+            parser.add_argument(declaration.flag, metavar=name.upper(), help=_help(declaration))
 
 
 def _bench_kernels(given: argparse.Namespace) -> int:  # noqa: ARG001 - it has no options
@@ -315,21 +334,40 @@ def _help(declaration: Declaration) -> str:
 
 
 def _bench(
-    settings: type[BenchSettings], parser: argparse.ArgumentParser, given: argparse.Namespace
+    measure: Callable[..., EngineBench | PaperBench | ClaimBench],
+    settings: type[Settings],
+    parser: argparse.ArgumentParser,
+    given: argparse.Namespace,
 ) -> int:
     """Run a benchmark; return 130, like a program ended by Ctrl-C, if it was interrupted.
 
     Results up to the interrupt are printed. Wrong options are reported before anything is measured.
     """
     chosen = _chosen(parser, given, settings)
-    measure: Callable[..., EngineBench | PaperBench]
     try:
-        measure = bench.papers if settings is PaperSettings else bench.engines
         result = measure(**chosen)
     except ValueError as error:
         parser.error(str(error))
     _tell(result, given)
     return 130 if result.interrupted else 0
+
+
+def _bench_papers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Run the published benchmarks, or measure a claim; see `_bench`."""
+    if given.claim is None:
+        settings: type[Settings] = PaperSettings
+        whose = "without --claim"
+    else:
+        try:
+            settings = claim_of(given.claim).settings
+        except ValueError as error:
+            parser.error(str(error))
+        whose = f"with --claim {given.claim}"
+    allowed = {"command", "what", "run", "json", "claim", *settings.declarations()}
+    for name, value in vars(given).items():
+        if name not in allowed and value not in (None, False):
+            parser.error(f"--{name.replace('_', '-')} has no effect {whose}; leave it out")
+    return _bench(functools.partial(bench.papers, claim=given.claim), settings, parser, given)
 
 
 def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
@@ -374,7 +412,9 @@ def _file(given: argparse.Namespace) -> Path | None:
     return None if given.json in (None, "-") else Path(given.json)
 
 
-def _tell(result: EngineBench | PaperBench | StepBench, given: argparse.Namespace) -> None:
+def _tell(
+    result: EngineBench | PaperBench | ClaimBench | StepBench, given: argparse.Namespace
+) -> None:
     """Print the tables or the figures, and write the figures to the file that was named."""
     figures = json.dumps(result.as_dict(), indent=1)
     print(figures if given.json == "-" else result.markdown(), flush=True)

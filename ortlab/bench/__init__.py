@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from ortlab.bench import claims
 from ortlab.bench.settings import BenchSettings, PaperSettings, StepSettings
 
 if TYPE_CHECKING:
+    from ortlab.bench.claims.claim import ClaimBench
     from ortlab.bench.paper_report import PaperBench
     from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
@@ -34,18 +36,25 @@ def engines(**options: Any) -> EngineBench:
     return timing.engines(settings)
 
 
-def papers(**options: Any) -> PaperBench:
+@overload
+def papers(*, claim: None = None, **options: Any) -> PaperBench: ...
+@overload
+def papers(*, claim: str, **options: Any) -> ClaimBench: ...
+def papers(*, claim: str | None = None, **options: Any) -> PaperBench | ClaimBench:
     """Measure the benchmarks published for ORT's training, and compare with the published values.
 
     On a GPU, which is not tested, models have the published shapes and train in fp16. On a CPU they
     are scaled down. Everything else is as in `engines`.
 
     Args:
-        **options: Fields of `PaperSettings`.
+        claim: Another published claim to measure, one of `ortlab.bench.claims.CLAIMS`.
+        **options: Fields of `PaperSettings`, or of the claim's settings.
 
     Raises:
         ValueError: If a name or a value is not valid.
     """
+    if claim is not None:
+        return claims.measured(claim, options)
     # heavy: torch
     from ortlab.bench import paper_report, timing
     from ortlab.bench.papers import PAPERS, models

@@ -447,10 +447,8 @@ class EngineBench:
 
     def warnings(self) -> list[str]:
         """Return the reasons why the values are not reliable, as lines of Markdown."""
-        lines = warnings(self.machine, quick=self.settings.quick)
-        if self.interrupted:
-            lines += ["**Interrupted**: measurements up to that point.", ""]
-        return lines
+        quick = self.settings.quick
+        return warnings(self.machine, quick=quick, interrupted=self.interrupted)
 
     def _grid(self, text: Callable[[Cell], str]) -> list[str]:
         """Return a table with a row for each model and a column for each engine and precision."""
@@ -562,12 +560,13 @@ def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:
     return f"{', '.join(versions)}; {machine}; {date}."
 
 
-def warnings(machine: Machine, *, quick: bool) -> list[str]:
+def warnings(machine: Machine, *, quick: bool, interrupted: bool = False) -> list[str]:
     """Return the reasons why the values are not reliable, as lines of Markdown.
 
     Args:
         machine: Machine that the benchmark ran on.
         quick: True if the models were tiny.
+        interrupted: True if the benchmark was stopped before its end.
     """
     lines = []
     if quick:
@@ -578,6 +577,8 @@ def warnings(machine: Machine, *, quick: bool) -> list[str]:
     if machine.busy:
         busy = f"load average {machine.load:.1f} before the start"
         lines += [f"**Busy machine**: {busy}.", ""]
+    if interrupted:
+        lines += ["**Interrupted**: measurements up to that point.", ""]
     return lines
 
 

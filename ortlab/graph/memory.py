@@ -91,6 +91,13 @@ class MemoryPlan:
         }
 
     @property
+    def ort_sizes(self) -> dict[str, tuple[str, int | None]]:
+        """ORT's names of the sizes in `dims`, each with its name there and its value."""
+        return {
+            dim: (name, self._last.get(dim)) for name, dims in self._names.items() for dim in dims
+        }
+
+    @property
     def unsized(self) -> tuple[str, ...]:
         """Tensors of unknown size, which count as 0 bytes.
 

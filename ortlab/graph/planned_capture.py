@@ -35,13 +35,18 @@ class PlannedGraph(Protocol):
         names: Available plans, outer modules before inner ones.
         chosen: Active plan; several are separated by commas.
         combines: True if combinations of plans are quick to try.
-        told: What holds for the gradients.
+        told: What holds under the active plans.
+        theirs: ORT's own plans that the graph in use applies.
     """
 
     module: nn.Module
     sizes: dict[str, int]
     combines: bool
-    told: str
+    theirs: tuple[str, ...]
+
+    @property
+    def told(self) -> str:
+        """See above."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,6 +68,10 @@ class PlannedGraph(Protocol):
     def settings(self, plans: Sequence[str]) -> Mapping[str, Any]:
         """Return the values of settings that activate plans."""
 
+    @property
+    def subgraphs(self) -> tuple[Mapping[str, Any], str]:
+        """ORT's own plans for the model, see `Export.subgraphs`."""
+
     def operator_of(self, name: str) -> str:
         """Return what a node and its copy that runs again have in common, by a node's name."""
 
@@ -81,6 +90,7 @@ class PlannedCapture:
     """
 
     combines = False
+    theirs: tuple[str, ...] = ()
     told = "gradients are the same to rounding, with the same dropout masks"
 
     def __init__(self, record: OrtModel, batch: Batch | None) -> None:
@@ -135,6 +145,15 @@ class PlannedCapture:
             "recompute": ",".join(modules) or OFF,
             "activation_budget": budgets[0] if budgets else 1.0,
         }
+
+    @property
+    def subgraphs(self) -> tuple[Mapping[str, Any], str]:
+        """See `PlannedGraph.subgraphs`."""
+        raise ValueError(
+            "engine 'ort' has no subgraphs of ORT's memory optimizer: torch chooses what is "
+            "computed again; use activation_budget, such as %ort recompute MODEL --choose "
+            "'budget 0.5'"
+        )
 
     def operator_of(self, name: str) -> str:
         """See `PlannedGraph.operator_of`."""

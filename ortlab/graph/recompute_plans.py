@@ -10,7 +10,9 @@ steps.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +21,26 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from torch import nn
 
 from ortlab.engines.base import Batch, wrapped_model
+from ortlab.engines.batch import arguments
 from ortlab.engines.ortmodule import options
+from ortlab.engines.ortmodule.compat.gradient_checkpointing import asks_for_checkpointing
+from ortlab.engines.ortmodule.export import Export
 from ortlab.engines.ortmodule.kernels.recomputed_graph import SUFFIX, Plans
-from ortlab.engines.plan_names import LAYERS, OFF, split, whole_layers
+from ortlab.engines.plan_names import LAYERS, OFF, UnknownPlan, split, whole_layers
 from ortlab.graph import profiler
 from ortlab.graph.capture import Stage, capture, execution_behind
 from ortlab.graph.memory import MemoryPlan, plan, plan_of
 from ortlab.graph.planned_capture import PlannedCapture, PlannedGraph
-from ortlab.settings import EngineSettings, FinetuneSettings
-from ortlab.utils.process_memory import memory, parse_bytes
+from ortlab.graph.subgraphs import Subgraphs
+from ortlab.settings import EngineSettings, FinetuneSettings, unknown_name
+from ortlab.utils.process_memory import memory, parse_bytes, raised
 from ortlab.utils.tables import Column, Table
 
 if TYPE_CHECKING:
     from ortlab.engines.ort.model import OrtModel
 
 _STEPS: Final = 3
+_NO_PLANS: Final[Mapping[str, Any]] = {"memory_level": 0, "memory_plans": None}
 _MOST_CHOICES: Final = 64
 """Maximum number of combinations of plans that `RecomputePlans.least_time` considers."""
 
@@ -67,32 +74,71 @@ class _PlannedExport:
 
     Raises:
         ValueError: If there is no executed graph of a training step, or ORT's own recompute plans
-            are active.
+            replace the model's checkpoints.
     """
 
     combines = True
-    told = "gradients are bit-identical with and without recompute"
 
     def __init__(
         self, model: nn.Module, batch: Batch | None, settings: EngineSettings | None
     ) -> None:
         graphs = capture(model, batch, settings)
         self._execution = execution_behind(model)
+        self._batch = batch
+        self._settings = settings or self._execution.settings
         exports = [each for each in self._execution.exports(settings) if each.gradient]
         if not exports or "execution" not in graphs.stages:
             raise ValueError(
                 f"{graphs.model} has no executed graph of a training step; train a step, or give "
                 "a batch, on a CPU and without save_onnx"
             )
-        if exports[-1].manager._runtime_options.memory_optimizer_is_enabled():
-            raise ValueError(
-                f"{graphs.model} uses ORT's own plans for recompute, which are already part of its "
-                "graph; wrap it without them"
-            )
+        export = exports[-1]
         self.module = self._execution.module
         self.sizes = dict(graphs.sizes)
-        self._stage = graphs.stages["execution"]
-        self._plans = Plans(exports[-1].graph_to_run())
+        self.theirs = export.ort_plans
+        self._in_use, self._stage = export, graphs.stages["execution"]
+        self._of_theirs: dict[tuple[str, ...], Stage] = {}
+        if self.theirs:
+            if asks_for_checkpointing(export.manager):
+                raise ValueError(
+                    f"{graphs.model} calls torch.utils.checkpoint, which ORT's own plans for "
+                    "recompute replace; remove its checkpoints to choose plans"
+                )
+            self._of_theirs[self.theirs] = self._stage
+            export = self._exported(recompute=OFF)
+            self._stage = self._stage.of(export.stages()["execution"])
+        self._plans = Plans(export.graph_to_run())
+
+    def _exported(self, **changes: Any) -> Export:
+        """Return an export with other settings, without ORT's own plans unless given."""
+        example = self._execution.example()
+        call = example if self._batch is None else arguments(self.module, self._batch)
+        assert call is not None  # it has an export
+        settings = self._settings.replace(**{**_NO_PLANS, **changes})
+        export = self._execution.export_with(settings, *call)
+        if not export.gradient:
+            name = type(self.module).__name__
+            raise ValueError(f"{name} is in evaluation mode; call model.train() first")
+        return export
+
+    @property
+    def told(self) -> str:
+        """See `PlannedGraph.told`."""
+        if self.theirs:
+            return "ORT's own plans run its own kernels alone"
+        return "gradients are bit-identical with and without recompute"
+
+    @functools.cached_property
+    def subgraphs(self) -> tuple[Mapping[str, Any], str]:
+        """See `PlannedGraph.subgraphs`."""
+        if self._settings.precision == "bf16":
+            raise ValueError(
+                "precision='bf16' does not work with ORT's own plans, which support only ORT's own "
+                "kernels; choose modules: recompute='layers'"
+            )
+        others = self._in_use.manager._runtime_options.torch_kernels
+        export = self._exported(recompute=OFF, kernels="ort") if others else self._in_use
+        return export.subgraphs()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,23 +148,40 @@ class _PlannedExport:
     @property
     def chosen(self) -> str:
         """See `PlannedGraph.chosen`."""
-        return self._execution.settings.recompute
+        chosen = self._execution.settings
+        by_option = chosen.ortmodule.memory_level or chosen.ortmodule.memory_plans
+        return ",".join(self.theirs) or OFF if by_option else chosen.recompute
 
     def check(self, plans: Sequence[str]) -> tuple[str, ...]:
         """See `PlannedGraph.check`."""
-        return self._plans.check(plans)
+        if not any(map(_of_ort, plans)):
+            return self._plans.check(plans)
+        if tuple(plans) != self.theirs:
+            options.recomputed(self._settings.replace(**_NO_PLANS, recompute=",".join(plans)))
+            known = {part for each in self.subgraphs[0] for part in each.split(",")}
+            for plan in plans:
+                if plan not in known:
+                    raise UnknownPlan(f"recompute={plan!r}: {unknown_name(plan, known)}")
+        return tuple(plans)
 
     def count(self, plan: str) -> int:
         """See `PlannedGraph.count`."""
-        return len(self._plans.parts[plan].occurrences)
+        return 0 if _of_ort(plan) else len(self._plans.parts[plan].occurrences)
 
     def stage(self, plans: Sequence[str]) -> Stage:
         """See `PlannedGraph.stage`."""
-        return self._stage.of(self._plans.applied(plans))
+        if not any(map(_of_ort, plans)):
+            return self._stage.of(self._plans.applied(plans))
+        if tuple(plans) not in self._of_theirs:
+            export = self._exported(recompute=",".join(plans), kernels="ort")
+            self._of_theirs[tuple(plans)] = self._stage.of(export.stages()["execution"])
+        return self._of_theirs[tuple(plans)]
 
     def settings(self, plans: Sequence[str]) -> Mapping[str, Any]:
         """See `PlannedGraph.settings`."""
-        return {"recompute": ",".join(plans) or OFF}
+        own = self._execution.settings.ortmodule
+        before = _NO_PLANS if own.memory_level or own.memory_plans else {}
+        return {**before, "recompute": ",".join(plans) or OFF}
 
     def operator_of(self, name: str) -> str:
         """See `PlannedGraph.operator_of`."""
@@ -140,7 +203,7 @@ class RecomputePlans:
 
     Raises:
         ValueError: If there is no executed graph of a training step, or ORT's own recompute plans
-            are active.
+            replace the model's checkpoints.
     """
 
     def __init__(
@@ -218,6 +281,8 @@ class RecomputePlans:
         While a run trains the model, the change is part of the run, as with
         ``run.apply(recompute=plan)``.
 
+        A plan that raises the step memory is activated with a warning.
+
         Args:
             plan: Plan, or several separated by commas. "off" activates none.
 
@@ -225,6 +290,8 @@ class RecomputePlans:
             UnknownPlan: If a plan does not exist. The message suggests the nearest.
         """
         self._graph.check(split(plan))
+        if more := self.raises(plan):
+            warnings.warn(f"recompute={plan!r} {more}", stacklevel=2)
         self._choose(self._graph.settings(split(plan)))
 
     def memory(self, plan: str) -> MemoryPlan:
@@ -261,6 +328,38 @@ class RecomputePlans:
             self._cost_s(plans),
         )
 
+    def raises(self, plan: str) -> str:
+        """Return by how much `plan` raises the step memory, as text; "" if it does not.
+
+        Args:
+            plan: Plan, or several separated by commas.
+
+        Raises:
+            UnknownPlan: If a plan does not exist. The message suggests the nearest.
+        """
+        before = self._memory(()).peak_bytes()
+        after = self._memory(self._graph.check(split(plan))).peak_bytes()
+        return raised(before, after)
+
+    @property
+    def subgraphs(self) -> Subgraphs:
+        """ORT's recomputable subgraphs, each with the plan that recomputes it.
+
+        Engine "ortmodule" only. If the graph in use has other kernels than ORT's own, which ORT's
+        plans need, the model is exported with those.
+        """
+        here = self.memory(OFF)
+        at = ", ".join(f"{name} {size}" for name, size in self.dims.items())
+        notes = [
+            f"saved: activations of all occurrences, for {at}",
+            "a plan runs ORT's own kernels alone, so that the step memory may change by another "
+            "amount, which %ort recompute MODEL --choose PLAN tells",
+        ]
+        if self._graph.theirs:
+            notes.append(self._told_active())
+        found, active = self._graph.subgraphs, self._graph.theirs
+        return Subgraphs(*found, active=active, sizes=here.ort_sizes, notes=notes)
+
     def measure(self, steps: int = _STEPS) -> RecomputePlans:
         """Time the kernels of the model's own steps, from which the plans' costs follow.
 
@@ -273,8 +372,13 @@ class RecomputePlans:
             These plans.
 
         Raises:
-            ValueError: If torch runs the model.
+            ValueError: If torch runs the model, or ORT's own plans are active.
         """
+        if self._graph.theirs:
+            raise ValueError(
+                f"the model's steps run ORT's own plans ({self.chosen}) with other kernels than "
+                "those of other plans; choose off first, and call the model"
+            )
         found = profiler.profile(self._model, self._batch, steps)
         if found.ort is None:
             raise ValueError(f"the model runs in torch: {'; '.join(found.notes)}")
@@ -286,8 +390,8 @@ class RecomputePlans:
         return self
 
     def _cost_s(self, plans: Sequence[str]) -> float | None:
-        if self._operators_us is None:
-            return None
+        if self._operators_us is None or any(map(_of_ort, plans)):
+            return None  # ORT's own plans change the kernels of the whole graph
         us = self._operators_us
         # Torch computes cheap operators of engine ort again without a plan, too.
         more, anyway = (
@@ -395,16 +499,22 @@ class RecomputePlans:
 
     def _notes(self) -> Iterator[str]:
         before = self._memory(())
+        raising = [(plan, found) for plan in self.names if (found := self.raises(plan))]
+        yield from (f"{plan} {found}" for plan, found in raising)
         at = ", ".join(f"{name} {size}" for name, size in self.dims.items())
         yield (
             f"without recompute, for {at}: step memory {memory(before.peak_bytes())}, "
             f"{memory(_after_forward(before))} of activations after forward"
         )
-        yield f"active: {self.chosen}; {self._graph.told}"
+        yield f"{self._told_active()}; {self._graph.told}"
         if self._step_s is None:
             yield "cost not measured yet: call .measure() or run %ort recompute MODEL --measure"
         else:
             yield f"cost is for the timed batch, {self._step_s * 1e3:.0f} ms per step"
+
+    def _told_active(self) -> str:
+        more = self.raises(self.chosen)
+        return f"active: {self.chosen}" + (f", which {more}" if more else "")
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -416,6 +526,11 @@ class RecomputePlans:
 def _after_forward(plan: MemoryPlan) -> int:
     """Return the bytes in memory when backward begins, minus those of an idle model."""
     return int(plan.curve()[plan.stage.backward - 1]) - plan.idle_bytes()
+
+
+def _of_ort(plan: str) -> bool:
+    """Return True for a plan of ORT's own, such as "BiasGelu+:1:-1"."""
+    return ":" in plan
 
 
 def _within(inner: str, outer: str) -> bool:

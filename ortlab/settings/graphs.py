@@ -21,3 +21,8 @@ class RecomputeSettings(Settings):
     measure: bool = setting(
         False, help="measure the cost of each plan in steps of the model itself"
     )
+    subgraphs: bool = setting(
+        False,
+        help="list the subgraphs that ORT's own plans recompute, with frequency, shapes and bytes "
+        "saved; on engine ortmodule",
+    )

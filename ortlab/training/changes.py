@@ -15,11 +15,14 @@ from ortlab.metrics.user_metrics import UserMetrics
 from ortlab.settings import CheckpointSettings, FinetuneSettings, is_own
 from ortlab.training.control import ChangeOutcome, ChangeRequest, Control
 from ortlab.training.data_loading import Batches
+from ortlab.training.memory_advice import Peak
 from ortlab.training.training_state import TrainingState
 from ortlab.utils.errors import forget_locals
+from ortlab.utils.process_memory import raised
 from ortlab.utils.rng import RandomStates
 from ortlab.utils.threads import trim
 
+_PLANS = ("recompute", "memory_level", "memory_plans")
 _FIXED_IN_A_RUN = ("seed", "optimizer", "loss", "device")
 
 
@@ -149,6 +152,7 @@ class SettingChanger:
         state: State of the run.
         control: Source of the requested settings.
         prepare: Creates a stepper for other settings; None if the engine cannot be changed.
+        peak_bytes: Predicts the peak memory of a step under given settings.
     """
 
     def __init__(
@@ -156,12 +160,14 @@ class SettingChanger:
         state: TrainingState,
         control: Control,
         prepare: Callable[[FinetuneSettings], Stepper] | None,
+        peak_bytes: Peak = lambda _: None,
     ) -> None:
         self.trial: Trial | None = None
         """Change whose first step is not done yet."""
         self._state = state
         self._control = control
         self._prepare = prepare
+        self._peak_bytes = peak_bytes
         self._fixed = fixed(state.train)
         self._wanted: dict[str, Any] = {}
         self._requests: list[ChangeRequest] = []  # of `_wanted`, or of the change on trial
@@ -254,8 +260,23 @@ class SettingChanger:
         cost_s = 0.0 if free else time.perf_counter() - trial.began
         changes = _differences(trial.before, trial.wanted)
         self._state.tell("change", changes, {"cost_s": cost_s})
+        if more := self._raised(trial):
+            self._state.tell("warning", more, {"cost_s": 0.0})
         self._decide(ChangeOutcome("applied", changes, self._state.step, cost_s))
         return not free
+
+    def _raised(self, trial: Trial) -> str:
+        """Return by how much a new recompute plan raises the predicted peak; "" if it does not."""
+        plans = {
+            name: value for name in _PLANS if (value := trial.before[name]) != trial.wanted[name]
+        }
+        if not plans:
+            return ""
+        before = self._peak_bytes(trial.wanted.replace(**plans))
+        after = self._peak_bytes(trial.wanted)
+        more = "" if before is None or after is None else raised(before, after)
+        chosen = ", ".join(f"{name}={trial.wanted[name]}" for name in plans)
+        return f"{chosen} {more}" if more else ""
 
     def revert(self, error: Exception) -> None:
         """Return to the settings and the state before the change, since it failed.

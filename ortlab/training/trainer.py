@@ -110,7 +110,7 @@ class Trainer:
             recorder=recorder,
             begin=begin.position if begin else None,
         )
-        self._changes = SettingChanger(state, control, prepare)
+        self._changes = SettingChanger(state, control, prepare, faults.peak_bytes)
         self._checkpoints = CheckpointSchedule(state, control, keep)
         self._advisor = MemoryAdvisor(faults.peak_bytes, own_batches=train.size is None)
         self._failures = FailureHandler(

@@ -256,6 +256,19 @@ def memory(size_bytes: float) -> str:
     return f"{size_bytes / 2**power:.1f} {unit}"
 
 
+def raised(before_bytes: int, after_bytes: int) -> str:
+    """Return "raises the peak by 5.8 MiB (193.8 MiB to 199.6 MiB)"; "" below a thousandth of it.
+
+    Args:
+        before_bytes: Peak before a change.
+        after_bytes: Peak with it.
+    """
+    if after_bytes <= 1.001 * before_bytes:
+        return ""
+    pair = dict.fromkeys(map(memory, (before_bytes, after_bytes)))  # equal if both are rounded
+    return f"raises the peak by {memory(after_bytes - before_bytes)} ({' to '.join(pair)})"
+
+
 def parse_bytes(size: int | str) -> int:
     """Parse a memory size.
 

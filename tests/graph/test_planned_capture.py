@@ -101,6 +101,11 @@ def test_plans_that_do_not_exist(plans: RecomputePlans, plan: str, said: str) ->
         plans.choose(plan)
 
 
+def test_ort_s_subgraphs_are_of_the_other_engine(plans: RecomputePlans) -> None:
+    with pytest.raises(ValueError, match=r"engine 'ort' has no .*; use activation_budget"):
+        _ = plans.subgraphs
+
+
 def test_a_model_that_was_never_called() -> None:
     wrapped = ortlab.wrap(bert()[0], engine="ort")
     with pytest.raises(ValueError, match="call it once, or give a batch"):

@@ -47,6 +47,8 @@ RESULTS = [
     "graph.capture.Stage",
     "graph.memory.MemoryPlan",
     "graph.recompute_plans.RecomputePlans",
+    "graph.subgraphs.Subgraphs",
+    "graph.subgraphs.Subgraph",
     "graph.profile.Profile",
     "search.race.Race",
     "search.tune.Tune",

@@ -407,6 +407,30 @@ class GraphDispatcher:
             served.export.open()
             return served.export
 
+    def export_with(
+        self, settings: EngineSettings, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Export:
+        """Return an export of the module with other settings, for its graph: no call uses it.
+
+        Args:
+            settings: Settings of the export.
+            args: Positional arguments of a call.
+            kwargs: Keyword arguments of the call.
+
+        Raises:
+            ExportFailed: If ORT cannot run the model with these settings.
+            ValueError: If an option cannot work here; the message names it.
+        """
+        # Nothing but the graph is used, so that nothing is checked, and nothing cached for a call.
+        settings = settings.replace(self_check=False, cache=False, fallback=False)
+        options.check(settings)
+        with self._lock:
+            other: GraphDispatcher = type(self._ort_module)(self.module, settings)._ortlab
+            export = other.export_for(args, kwargs)
+        assert export is not None
+        export.close()
+        return export
+
     def served_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedExport | None:
         """Return the cached export that serves a call; see `export_for`. Opens no session.
 
@@ -585,6 +609,11 @@ class GraphDispatcher:
             self._remark(f"{', '.join(export.left_out)} is None: ORT's graph has no cache")
         if export.checkpointing:
             self._remark(export.checkpointing)
+        if gradient and options.recomputes(self.settings) and self.settings.kernels != "ort":
+            self._remark(
+                "ORT's own recompute plans run its own kernels alone, which can take more memory "
+                "than a plan saves; %ort recompute compares the peaks"
+            )
         if hooked := _forward_hooked(self.module):
             self._remark(
                 f"forward hooks of {', '.join(hooked[:3])}: ORT's graph contains their tensor "

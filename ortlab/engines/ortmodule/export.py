@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -544,6 +545,34 @@ class Export:
         if found is None:
             raise ValueError("ORT reports the graph that a session runs only on a CPU")
         return onnx.load_model_from_string(found)
+
+    @property
+    def ort_plans(self) -> tuple[str, ...]:
+        """ORT's own recompute plans that the session applies, such as "BiasGelu+:1:-1"."""
+        path = self.manager._runtime_options.memory_optimizer_config_file_path
+        if not path:
+            return ()
+        plans = json.loads(Path(path).read_text(encoding="utf-8"))
+        return tuple(dict.fromkeys(p for each in plans for p in each.split(",") if p))
+
+    def subgraphs(self) -> tuple[dict[str, Any], str]:
+        """Return ORT's own recompute plans for the graph, with what it counts of their savings.
+
+        They hold for ORT's own kernels, which an export with others does not contain.
+
+        Returns:
+            ORT's summary of each plan, and its table of the results that plans do not store.
+        """
+        built = onnx.ModelProto()
+        built.CopyFrom(self.manager._onnx_models.optimized_model)
+        manager = self._unopened(built).manager
+        runtime = manager._runtime_options
+        # Of the graph without plans, in which those that are applied are found, too.
+        runtime.memory_optimization_level = type(runtime.memory_optimization_level)(0)
+        runtime.memory_optimizer_config_file_path = ""
+        found = gradient_checkpointing.opportunities(manager)
+        agent, probe = manager._execution_agent, runtime.recompute_probe_config
+        return found, agent.get_serialized_ortmodule_memory_stat("", probe, True)[0]
 
     def graph_to_run(self) -> onnx.ModelProto:
         """Return a copy of the session's graph, or of its input graph if ORT does not report it.

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ _PYTHON_LEVELS = {
     "fatal": logging.CRITICAL,
 }
 _PLAN = re.compile(r"[^:,]+:[12]:-1")
+_OLD_PLANS = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
+"""Variable of ORT's pull request 12852, later renamed to ORTMODULE_MEMORY_OPT_CONFIG."""
+_OLD_PLAN = re.compile(r"\s*([^:,\s]+):([012])(?::(-1|\d+))?\s*")
+"""Plan as ORT read it from a variable: of operators or a subgraph, with or without a count."""
 _REFUSED_KEYS = {
     "EnableGradAccOptimization": "it would not notice a weight that is changed through .data",
     "UseStaticShape": "one graph serves many shapes in ortlab",
@@ -150,6 +154,7 @@ def check(settings: EngineSettings, device: str = "auto") -> None:
         off = "" if variable in _ON_BY_ANY_TEXT else "0"
         if os.environ.get(variable, off) != off:
             raise ValueError(f"{variable} cannot be on: {why}; unset it")
+    _refuse_old_plans(os.environ.get(_OLD_PLANS, ""))
     idle = [f"{variable}: {why}" for variable, why in UNUSED.items() if variable in os.environ]
     if not gpu and own.conv_algo_search != "heuristic":
         idle.append(f"{_said(settings, 'conv_algo_search')}: it is for CUDA devices")
@@ -221,8 +226,7 @@ def recomputed(settings: EngineSettings) -> tuple[str, ...]:
             f"recompute={settings.recompute!r}: {other!r} is not a plan of ORT's, such as "
             "BiasGelu+:1:-1, and cannot be combined with one"
         )
-    for plan in theirs:
-        _check_plan(plan, f"recompute={settings.recompute!r}")
+    _check_plans(theirs, f"recompute={settings.recompute!r}")
     return ()
 
 
@@ -265,22 +269,67 @@ def _plans(path: str) -> list[str]:
     try:
         plans = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if renewed := _renewed(path):
+            raise ValueError(
+                f"memory_plans={path!r} is not the name of a JSON file, which ORT reads plans from "
+                f"by now; use {renewed}"
+            ) from None
         raise ValueError(f"memory_plans={path!r} cannot be read: {error}") from None
     if not isinstance(plans, list) or not all(isinstance(plan, str) for plan in plans):
         raise ValueError(f"memory_plans={path!r} must be a JSON list of plans, as BiasGelu+:1:-1")
-    for plan in (part for each in plans for part in each.split(",")):
-        _check_plan(plan, f"memory_plans={path!r}")
+    _check_plans((part for each in plans for part in each.split(",")), f"memory_plans={path!r}")
     return plans
 
 
-def _check_plan(plan: str, said: str) -> None:
-    if not _PLAN.fullmatch(plan):
+def _check_plans(plans: Iterable[str], said: str) -> None:
+    """Raise ValueError for a malformed plan, or for two of a subgraph: ORT drops one of them."""
+    known: dict[str, str] = {}
+    for plan in plans:
         cluster, kind, *_ = [*plan.split(":"), "1"]
-        nearest = f"{cluster or 'BiasGelu+'}:{kind if kind in ('1', '2') else 1}:-1"
+        if not _PLAN.fullmatch(plan):
+            nearest = f"{cluster or 'BiasGelu+'}:{kind if kind in ('1', '2') else 1}:-1"
+            raise ValueError(
+                f"{said}: {plan!r} is not a valid plan, such as {nearest}. The type must be 1 or 2 "
+                "and the count -1: with another count ORT recomputes a wrong number of layers"
+            )
+        if cluster in known:
+            others = "" if plan == known[cluster] else f", as {known[cluster]} and {plan}"
+            raise ValueError(f"{said} names the subgraph {cluster} twice{others}; name it once")
+        known[cluster] = plan
+
+
+def _renewed(plans: str) -> str:
+    """Return the setting that replaces a list of plans in ORT's old forms; "" if it is malformed.
+
+    The forms are "Gelu:1" for operators, "BiasGelu+:1" and "BiasGelu+:1:12", joined by commas.
+    """
+    found = [_OLD_PLAN.fullmatch(plan) for plan in plans.split(",")]
+    parts = [match.groups() for match in found if match is not None]
+    if len(parts) < len(found):
+        return ""
+    on = {name: (kind, count) for name, kind, count in parts if kind != "0"}
+    if not on:
+        return "recompute='off'"
+    if any(not name.endswith("+") for name in on):
+        return "recompute with plans that %ort recompute MODEL --subgraphs lists"
+    new = ",".join(f"{name}:{kind}:-1" for name, (kind, _) in on.items())
+    some = any(count not in (None, "-1") for _, count in on.values())
+    return f"recompute={new!r}" + (", which recomputes every occurrence" if some else "")
+
+
+def _refuse_old_plans(given: str) -> None:
+    """Raise ValueError if the variable of ORT's first plans is set; name the setting to use."""
+    if not given:
+        return
+    renewed = _renewed(given)
+    said = f"{_OLD_PLANS}={given!r}"
+    if renewed == "recompute='off'":  # which is the default
+        return
+    if not renewed:
         raise ValueError(
-            f"{said}: {plan!r} is not a valid plan, such as {nearest}. The type must be 1 or 2 and "
-            "the count -1: with another count ORT recomputes a wrong number of layers"
+            f"{said} is not a list of plans, such as BiasGelu+:1:-1; unset it, and use recompute"
         )
+    raise ValueError(f"{said} is no longer read; unset it, and use {renewed}")
 
 
 def debug_options(settings: EngineSettings) -> Any:

@@ -151,7 +151,8 @@ COMMANDS = {
             "A size is NAME=NUMBER, as in %ort memory. --measure times steps to get the cost; "
             "--budget chooses the fastest plan that fits; --choose applies a plan of the table "
             "from the next step on: a name, several with commas, layers, or off. On engine ort, "
-            "'budget 0.5' stores half of the activations.",
+            "'budget 0.5' stores half of the activations. On engine ortmodule, --subgraphs lists "
+            "ORT's own plans, such as BiasGelu+:1:-1, which --choose takes, too.",
             (
                 Positional("model", "wrapped", "a wrapped model"),
                 Positional("sizes", "size", "a size as NAME=NUMBER, such as batch=32", "*"),

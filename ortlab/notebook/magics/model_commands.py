@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ortlab.graph.profile import Profile
     from ortlab.graph.recompute_plans import RecomputePlans
     from ortlab.graph.source_lines import SourceLines
+    from ortlab.graph.subgraphs import Subgraphs
     from ortlab.notebook.magics.parsing import ParsedCommand
     from ortlab.notebook.magics.variables import Variables
     from ortlab.plan.zero_memory import ZeroPlan
@@ -83,25 +84,27 @@ class ModelCommands:
             sizes["batch"] = largest
         return plan.at(**sizes)
 
-    def recompute(self, given: ParsedCommand) -> RecomputePlans:
-        """Return the recompute plans of a model; choose one where asked to."""
+    def recompute(self, given: ParsedCommand) -> RecomputePlans | Subgraphs:
+        """Return the recompute plans of a model, or ORT's subgraphs; choose a plan if asked to."""
         model = self._variables.model(given.words["model"])
         words = given.words
         chosen, budget = words["choose"], words["budget"]
         if chosen is not None and budget is not None:
             raise UsageError("%ort recompute: --budget and --choose both choose a plan; use one")
+        settings = RecomputeSettings.of(given.settings)
         with progress():
             plans = session.recompute_plans(
                 model, self._variables.batch(given), optimizer=words["optimizer"] or "adamw"
             ).at(**dict(_size("recompute", word) for word in words["sizes"]))
-            if RecomputeSettings.of(given.settings).measure:
+            if settings.measure:
                 plans.measure()
-        if budget is not None:
-            chosen = plans.least_time(budget)
-        if chosen is not None:
-            plans.choose(chosen)
-            print(f"{chosen} from the next step on")
-        return plans
+            found = plans.subgraphs if settings.subgraphs else plans
+            if budget is not None:
+                chosen = plans.least_time(budget)
+            if chosen is not None:
+                plans.choose(chosen)
+                print(f"{chosen} from the next step on")
+        return found
 
     def profile(self, given: ParsedCommand) -> Profile:
         """Return the profile of a training step."""

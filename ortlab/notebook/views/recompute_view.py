@@ -159,9 +159,10 @@ class RecomputeView(ipywidgets.VBox):  # type: ignore[misc]
         self._said_of(lambda: self._take(plan))
 
     def _take(self, plan: str) -> str:
+        raised = self._plans.raises(plan)
         self._plans.choose(plan)
         self._offer()
-        return f"{plan} from the next step on"
+        return f"{plan} from the next step on" + (f"; it {raised}" if raised else "")
 
     def _sized(self, _: object) -> None:
         sizes = {name: slider.value for name, slider in self._sliders.items()}
@@ -241,17 +242,20 @@ def _effect(plans: Sequence[str], saving: Saving, of: RecomputePlans, *, active:
     if not plans:
         if active:
             return "Nothing is recomputed: select plans"
-        return (
-            f"Recompute nothing: takes {signed(of.savings(of.chosen).peak_bytes)} more (predicted)"
-        )
+        return f"Recompute nothing: {_changes(-of.savings(of.chosen).peak_bytes)} (predicted)"
     modules = saving.occurrences
     budgets = [plan for plan in plans if plan.startswith("budget")]
     what = [f"{modules} module{'s' * (modules != 1)}"] if modules else []
-    effect = "saves" if saving.peak_bytes >= 0 else "takes"
-    more = "" if saving.peak_bytes >= 0 else " more"
     return (
         f"{'Recomputing' if active else 'Recompute'} {' and '.join([*what, *budgets])}: "
-        f"{effect} {memory(abs(saving.peak_bytes))}{more} (predicted)"
+        f"{_changes(saving.peak_bytes)} (predicted)"
+    )
+
+
+def _changes(saved_bytes: int) -> str:
+    """Return the change of the step memory as text."""
+    return (
+        f"saves {memory(saved_bytes)}" if saved_bytes >= 0 else f"takes {memory(-saved_bytes)} more"
     )
 
 

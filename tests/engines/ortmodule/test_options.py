@@ -371,6 +371,10 @@ def test_memory_plans(tmp_path: Path) -> None:
         ('{"a": 1}', "must be a JSON list"),
         ('["BiasGelu+:7:-1"]', "is not a valid plan"),
         ('["BiasGelu+:1:2"]', "wrong number of layers"),
+        (
+            '["Add+:1:-1,BiasGelu+:1:-1", "Add+:1:-1"]',
+            r"json' names the subgraph Add\+ twice; name",
+        ),
     ],
 )
 def test_memory_plans_that_are_none(tmp_path: Path, text: str, said: str) -> None:
@@ -378,6 +382,58 @@ def test_memory_plans_that_are_none(tmp_path: Path, text: str, said: str) -> Non
     file.write_text(text)
     with pytest.raises(ValueError, match=said):
         ortlab.wrap(Net(), memory_plans=str(file))
+
+
+@pytest.mark.parametrize(
+    ("plans", "said"),
+    [
+        (
+            "Add+:1:-1,Add+:1:-1",
+            r"'Add\+:1:-1,Add\+:1:-1' names the subgraph Add\+ twice; name it once",
+        ),
+        ("Add+:1:-1,Add+:2:-1", r"Add\+ twice, as Add\+:1:-1 and Add\+:2:-1; name it once"),
+    ],
+)
+def test_a_subgraph_has_one_plan(plans: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ortlab.wrap(Net(), engine="ortmodule", recompute=plans)
+
+
+OLD = "ORTMODULE_ENABLE_MEMORY_ALLEVIATION"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("BiasGelu+:1:-1", "no longer read; unset it, and use recompute='BiasGelu+:1:-1'"),
+        ("BiasGelu+:1,Cast+:0", "no longer read; unset it, and use recompute='BiasGelu+:1:-1'"),
+        (
+            "Add+:1:12, Cast+:1:-1",
+            "use recompute='Add+:1:-1,Cast+:1:-1', which recomputes every occurrence",
+        ),
+        ("Dropout:0,Gelu:1,Tile:0", "with plans that %ort recompute MODEL --subgraphs lists"),
+        ("Gelu", "'Gelu' is not a list of plans, such as BiasGelu+:1:-1; unset it, and use"),
+        ("BiasGelu+:3:-1", "is not a list of plans"),
+        ("1", "is not a list of plans"),
+    ],
+)
+def test_plans_in_ort_s_old_form(monkeypatch: pytest.MonkeyPatch, value: str, said: str) -> None:
+    monkeypatch.setenv(OLD, value)
+    with pytest.raises(ValueError, match=re.escape(said)) as raised:
+        ortlab.wrap(Net(), engine="ortmodule")
+    assert str(raised.value).startswith(f"{OLD}={value!r} is ")
+    assert "\n" not in str(raised.value)
+
+
+def test_plans_in_ort_s_old_form_that_choose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OLD, "Dropout:0,Gelu:0,Tile:0")
+    ortlab.wrap(Net(), engine="ortmodule")
+
+
+def test_plans_in_place_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_CONFIG", "BiasGelu+:1:1")
+    with pytest.raises(ValueError, match=r"is not the name of a JSON.*recompute='BiasGelu\+:1:-1'"):
+        ortlab.wrap(Net(), engine="ortmodule")
 
 
 def test_skip_checks(capfd: pytest.CaptureFixture[str]) -> None:

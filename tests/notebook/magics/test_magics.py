@@ -763,6 +763,12 @@ def test_recompute(ip: Typist) -> None:
     assert "off from the next step on" in ip("%ort recompute model batch=9 --budget 1GiB")
     ip("plans = %ort recompute model --measure")
     assert ip["plans"].savings("layers.*").cost_s > 0
+    assert ip.completions("%ort recompute model --s") == ["--subgraphs"]
+    listed = ip("%ort recompute model batch=100 --subgraphs")
+    row = next(line for line in listed.splitlines() if "Gelu+:1:-1" in line)
+    assert row.split() == [
+        "Gelu+:1:-1", "recompute", "3", "batch", "x", "64", "75.0", "KiB", "768*batch",
+    ]  # fmt: skip
     assert "a step takes at least" in ip.refused("%ort recompute model --budget 1KiB")
     assert "did you mean 'layers'" in ip.refused("%ort recompute model --choose layer")
     both = "%ort recompute model --choose off --budget 1GiB"

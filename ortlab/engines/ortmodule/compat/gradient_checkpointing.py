@@ -64,7 +64,7 @@ def replace_checkpointing(manager: Any) -> str:
     options = manager._runtime_options
     if options.memory_optimizer_is_enabled():
         return CHOSEN
-    found = _opportunities(manager)
+    found = opportunities(manager)
     plans = [name for name in found if _leaves_residuals(name)]
     if not plans:
         return NOTHING
@@ -94,8 +94,14 @@ def withdraw(manager: Any) -> None:
         options.memory_optimizer_config_file_path = ""
 
 
-def _opportunities(manager: Any) -> dict[str, Any]:
-    """Return the plans that ORT finds for the graph ("BiasGelu+:1:-1") and their savings."""
+def opportunities(manager: Any) -> dict[str, Any]:
+    """Return the plans that ORT finds for the graph ("BiasGelu+:1:-1") and their savings.
+
+    Creates the manager's session.
+
+    Args:
+        manager: ORT's execution manager of a graph with a gradient.
+    """
     memory = manager._runtime_inspector.memory_ob
     memory._is_enabled = False  # otherwise ORT creates a second session for the same purpose
     manager._create_execution_agent()

@@ -194,8 +194,9 @@ def test_where_there_is_nothing_to_recompute(ort: OrtModuleEngine) -> None:
 def test_plans_that_were_chosen_stay(ort: OrtModuleEngine) -> None:
     wrapped = ort.wrap(Blocks(without_reentry), EngineSettings.of(cache=False, memory_level=1))
     wrapped(torch.randn(3, 16)).sum().backward()
-    (remark,) = ort.report(wrapped).remarks
+    remark, kernels = ort.report(wrapped).remarks
     assert remark == "gradient checkpointing: replaced by the selected recompute plans"
+    assert "run its own kernels alone" in kernels
 
 
 def test_plans_of_modules_that_were_chosen_stay(ort: OrtModuleEngine) -> None:

@@ -1,0 +1,151 @@
+"""Set-ups that train in processes of their own, which `trial` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+"""Setting with which glibc returns freed memory at once (mallopt(3)), the same for every set-up.
+
+Otherwise it keeps freed memory that it cannot use again, up to half of a step's. Torch's allocator
+on a GPU returns such memory before it gives up.
+"""
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A way to train a model.
+
+    Attributes:
+        label: Name in tables.
+        engine: Name of the engine.
+        options: Its settings.
+        checkpointing: True to turn on torch's checkpointing of the model.
+    """
+
+    label: str
+    engine: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is asked to do first.
+
+    Attributes:
+        model: Name of a model of `ortlab bench engines` or `papers`.
+        engine: Name of the engine.
+        rows: Samples of the batch.
+        options: Settings of the engine.
+        checkpointing: True to turn on torch's checkpointing.
+        limit_bytes: Memory beyond that of the libraries; None for no limit.
+        predict_bytes: Memory for which the largest batch is to be predicted; 0 for no prediction.
+        threads: Threads that torch and ORT compute with, torch's default if None.
+        quick: True for a tiny model.
+    """
+
+    model: str
+    engine: str
+    rows: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    limit_bytes: int | None = None
+    predict_bytes: int = 0
+    threads: int | None = None
+    quick: bool = False
+
+
+class TrialFailed(RuntimeError):
+    """Raised if a process ended for another reason than memory; the message names it."""
+
+
+class Child:
+    """A process that trains a set-up.
+
+    Args:
+        request: What it is asked to do.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.trial", json.dumps(dataclasses.asdict(request))],
+            env={**os.environ, **_MALLOC},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the benchmark, which then ends it
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """Return the next answer; ``fits`` is False if the process ran out of memory.
+
+        Raises:
+            TrialFailed: If the process ended for another reason.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else self._died()
+        if "error" in found:
+            raise TrialFailed(found["error"])
+        return found
+
+    def turn(self) -> float:
+        """Return the milliseconds of a step.
+
+        Raises:
+            MemoryError: If the step does not fit.
+            TrialFailed: If it failed for another reason.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer tells why
+            print(file=self._process.stdin, flush=True)
+        found = self.answer()
+        if "ms" not in found:
+            raise MemoryError(found["why"])
+        return float(found["ms"])
+
+    def _died(self) -> dict[str, Any]:
+        status = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()
+        last = " / ".join(said.strip().splitlines()[-_LAST_LINES:])
+        # C++ code that cannot raise ends the process where it finds no memory.
+        if status < 0 and ("bad_alloc" in said or "memory" in last.lower()):
+            return {"fits": False, "why": last}
+        return {"error": f"the process ended with status {status}: {last or 'no message'}"}
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+@contextlib.contextmanager
+def child(request: Request) -> Iterator[Child]:
+    """Run a process until the block ends.
+
+    Args:
+        request: What it is asked to do.
+    """
+    found = Child(request)
+    try:
+        yield found
+    finally:
+        found.close()
