@@ -220,7 +220,7 @@ class Search:
             why=self._answers[refused]["why"],
             library_bytes=at.get("library_bytes"),
             peak_bytes=at.get("peak_bytes"),
-            predicted_rows=by_plan if predicted else None,
+            predicted_rows=by_plan if by_plan < len(predicted) else None,
             predicted_bytes=predicted[rows - 1] if 0 < rows <= len(predicted) else None,
             trials=self._trials(),
         )

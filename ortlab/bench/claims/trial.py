@@ -104,8 +104,13 @@ class Trial:
         return {
             "library_bytes": before["VmData"],
             "peak_bytes": touched + max(0, untouched),
-            "idle_bytes": now["VmData"] - before["VmData"],
+            "idle_bytes": now["VmData"] - before["VmData"] - self._gradient_bytes(),
         }
+
+    def _gradient_bytes(self) -> int:
+        """Return the gradients of the last step, which the next one releases before it begins."""
+        gradients = (parameter.grad for parameter in self.wrapped.parameters())
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     def turn(self) -> float:
         """Make a step and return its milliseconds."""
@@ -129,7 +134,7 @@ class Trial:
         """Return the predicted peak in bytes for batches from one sample on.
 
         The plan knows the tensors of a step. What Python and ORT keep besides is what was measured
-        between steps, and no step takes less than the first one of a small batch.
+        between steps, and no batch takes less than a small one, whose graph was made, too.
 
         Args:
             taken: Result of `begin`.
