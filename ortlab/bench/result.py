@@ -22,6 +22,8 @@ _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
 _ERRORS = 6
 """Number of standard errors added to the tolerance for different dropout masks."""
 BETWEEN, OPTIMIZER = "between operators", "optimizer"
+_SLOWED = 1.1
+"""Factor by which a profiler slows a step down, from which on the table says so."""
 _OPERATORS = 10
 """Number of operators that are named."""
 _COLORS = (
@@ -163,6 +165,16 @@ class StepProfile:
         passes_ms = self.forward_ms + self.backward_ms
         between_ms = max(0.0, passes_ms - sum(self.kind_ms.values()))
         return {**self.kind_ms, BETWEEN: between_ms, OPTIMIZER: self.optimizer_ms}
+
+    @property
+    def step_ms(self) -> float:
+        """Time of both passes and the optimizer without instrumentation."""
+        return self.forward_ms + self.backward_ms + self.optimizer_ms
+
+    @property
+    def slowdown(self) -> float:
+        """Time of the parts over that of the step; above 1 if the profiler slows operators down."""
+        return sum(self.part_ms.values()) / self.step_ms
 
 
 @dataclass(frozen=True)
@@ -426,7 +438,7 @@ class EngineBench:
                 [part, *(f"{each[part]:.3g}" if part in each else "-" for each in parts)]
                 for part in _parts(profiles)
             ]
-            rows.append(["step", *(f"{sum(each.values()):.3g}" for each in parts)])
+            rows.append(["step without profiler", *(f"{each.step_ms:.3g}" for each in profiles)])
             lines += [
                 f"{about}: where a step goes, in ms:",
                 "",
@@ -542,7 +554,10 @@ def _parts(profiles: Sequence[StepProfile]) -> list[str]:
 def _longest(profile: StepProfile) -> str:
     """Return the operators that take longest, with their times."""
     shown = list(profile.operator_ms.items())[:_OPERATORS]
-    return ", ".join(f"{name} {ms:.3g}" for name, ms in shown)
+    told = ", ".join(f"{name} {ms:.3g}" for name, ms in shown)
+    if profile.slowdown < _SLOWED:
+        return told
+    return f"{told}; the profiler makes the step {profile.slowdown - 1:.0%} slower"
 
 
 def origin(environment: Mapping[str, Any], machine: Machine, date: str) -> str:

@@ -476,6 +476,11 @@ def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
     assert f"|  | {' | '.join(columns)} |" in shown
     assert "| matrix products | " in shown
     assert "- eager fp32: " in shown
+    first, *rest = measured.profiles
+    slowed = dataclasses.replace(first, forward_ms=0.0, backward_ms=0.0)
+    assert slowed.step_ms == first.optimizer_ms
+    told = dataclasses.replace(measured, profiles=(slowed, *rest)).summary()
+    assert f"; the profiler makes the step {slowed.slowdown - 1:.0%} slower" in told
     assert "where a step goes" not in dataclasses.replace(measured, profiles=()).summary()
     picture = measured.picture(MODEL)
     assert all(f">{column}</text>" in picture for column in columns)
