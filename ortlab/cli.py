@@ -208,8 +208,8 @@ fine-tuning table of ORT's training examples. A GPU uses the published shapes an
 tested; a CPU uses smaller models, so that only speedups can be compared, and with care. The method
 is that of `ortlab bench engines`. Each published figure is quoted with its address, or "not found".
 
-With --claim it measures another claim of ORT's papers, also with ours, eager torch's and the
-published figure. Options that a claim does not have are refused.
+With --claim it measures another claim of ORT's papers, and prints ORT's result here, eager torch's,
+and the published figure. Options that a claim does not have are refused.
 """
 
 

@@ -156,12 +156,12 @@ class ModelReports:
 
     def _scaling(self, model: nn.Module, graphs: Graphs) -> tuple[str, ...]:
         """Return a note on the loss scale of the last run of `model`, if it had one."""
-        from ortlab.engines.ort.onnx_model import TANGENTS  # heavy: torch's compiler
-
         run = self._registry.last_with(model)
         last = None if run is None else run.recorder.last
         if run is None or last is None or math.isnan(scale := float(last.loss_scale)):
             return ()
+        from ortlab.engines.ort.onnx_model import TANGENTS  # heavy: torch's compiler
+
         scaled = "the gradients of forward's results"
         stage = graphs.stages.get("gradient")
         given = () if stage is None else stage.model.graph.input

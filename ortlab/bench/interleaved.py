@@ -49,6 +49,9 @@ class Spread:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
         """Return the median and quartiles of one or more values.

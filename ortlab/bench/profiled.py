@@ -33,12 +33,13 @@ OTHERS: Final = "other operators"
 KINDS: Final[Mapping[str, str]] = {
     "matrix products": r"b?(add)?b?mm|(add)?mv|dot|\w*(gemm|matmul|linear)\w*",
     "convolutions": r"\w*conv\w*",
-    "attention": r"\w*attention\w*|softmax|\w*softmax",
+    "loss": r"\w*log_?softmax|softmaxcrossentropy\w*|\w*(nll_loss|cross_entropy)\w*",
+    "attention": r"\w*attention\w*|softmax",
     "random draws": r"bernoulli|random|rand\w*|uniform|normal|native_dropout|dropout|exponential",
     "normalization": r"\w*norm\w*",
     "activations": r"\w*(gelu|relu|silu|swish|erf|tanh|sigmoid)|threshold",
     "embeddings and selection": r"embedding\w*|gather\w*|scatter\w*|index\w*|where|masked_fill|"
-    r"one_?hot\w*|slice|select\w*|nll_loss\w*|concat\w*|cat|split|pad|constant_pad_nd|\w*pool\w*",
+    r"one_?hot\w*|slice|select\w*|concat\w*|cat|split|pad|constant_pad_nd|\w*pool\w*",
     "reductions": r"(reduce)?(sum|mean|max|min|prod|amax|amin|argmax)\w*|reduce\w+|cumsum",
     "elementwise": r"add|sub|mul|div|rsub|neg|exp|log|sqrt|rsqrt|pow|square|reciprocal|abs|clip|"
     r"clamp\w*|eq|equal|ne|lt|less\w*|le|gt|greater\w*|ge|and|or|not|xor|(bitwise|logical)_\w+|"
@@ -54,7 +55,7 @@ The first kind that matches counts.
 
 _KINDS: Final = [(kind, re.compile(pattern)) for kind, pattern in KINDS.items()]
 _PREFIX: Final = re.compile(r".*(\.|::)_*")
-_SUFFIX: Final = re.compile(r"(_backward(_data)?|grad(_dx)?|_)$")
+_SUFFIX: Final = re.compile(r"(_backward(_data)?|grad(_dx|_\d+)?|_)$")
 
 
 def kind_of(name: str) -> str:

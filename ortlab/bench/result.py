@@ -28,7 +28,7 @@ _OPERATORS = 10
 """Number of operators that are named."""
 _COLORS = (
     *("#2f7fd0", "#d9772b", "#3a9a5b", "#b84a62", "#8465b5", "#8c6d4f", "#d46bb0", "#6f7d8c"),
-    *("#a8a432", "#2aa5b5", "#94c5f0", "#f2b98a", "#c9c9c9", "#5a5a5a"),
+    *("#a8a432", "#2aa5b5", "#94c5f0", "#f2b98a", "#c9c9c9", "#5a5a5a", "#9b2226"),
 )
 """Colors of the parts of a step."""
 
@@ -420,10 +420,12 @@ class EngineBench:
             model: Name of the model.
         """
         profiles = self.profiled(model)
-        series = {
-            part: (color, 1.0) for part, color in zip(_parts(profiles), _COLORS, strict=False)
-        }
-        rows = [(_column(each), [each.part_ms]) for each in profiles]
+        parts = _parts(profiles)
+        series = {part: (_COLORS[i % len(_COLORS)], 1.0) for i, part in enumerate(parts)}
+        rows = [
+            (_column(each), [{part: ms for part in parts if (ms := each.part_ms.get(part))}])
+            for each in profiles
+        ]
         return svg_bars.svg(rows, series, told=milliseconds)
 
     def _profiles(self) -> list[str]:
@@ -487,7 +489,7 @@ class EngineBench:
         if spread is None:
             return milliseconds(Spread.of(cell.step_ms).median)
         wrong = " **wrong?**" if self.suspect(cell) else ""
-        return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f}){wrong}"
+        return f"{spread}{wrong}"
 
     def _first(self, cell: Cell) -> str:
         return "" if cell.first_step_s is None else f"{cell.first_step_s:.1f}"

@@ -657,6 +657,8 @@ def is_at_a_kink(exact: Observed, other: Observed, moved: Iterable[Observed]) ->
         return False
 
     def explains(by: Mapping[str, Mapping[str, float]]) -> bool:
+        if not all(math.isfinite(error) for found in by.values() for error in found.values()):
+            return False
         return off <= _NEAR * max(by["gradient"].values(), default=0.0) and all(
             error <= max(_TOLERANCES[kind], _NEAR * by[kind][name])
             for kind, found in errors.items()

@@ -521,10 +521,11 @@ class ORTTrainer:
 
 def _rule(scaler: Any) -> ScaleRule:
     """Return the rule of a loss scaler of `ortlab.optim`, or of ORT's package amp."""
+    scale = float(scaler.loss_scale)
     if not scaler.automatic_update:
-        return ScaleRule(scaler.loss_scale, least=scaler.loss_scale, most=scaler.loss_scale)
+        return ScaleRule(scale, least=scale, most=scale)
     return ScaleRule(
-        float(scaler.loss_scale),
+        scale,
         scaler.up_scale_window,
         scaler.min_loss_scale,
         scaler.max_loss_scale,

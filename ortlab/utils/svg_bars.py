@@ -13,6 +13,7 @@ Series = Mapping[str, tuple[str, float]]
 
 WIDTH, LABELS, NUMBERS = 900, 290, 70
 BAR, GAP, LEGEND = 9, 7, 26
+_LINE = 16  # of the legend
 TEXT = "#424242"  # 10:1 on `PAPER`
 PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
 """White background: letters that suit a light and a dark page alike would be pale on both."""
@@ -51,7 +52,8 @@ def svg(
     longest = max([*sums, limit or 0.0], default=0.0) or 1.0
     scale = (WIDTH - LABELS - NUMBERS) / longest
     used = [name for name in series if any(name in bar for _, bars in rows for bar in bars)]
-    parts, top = list(_legend(used, series)), LEGEND
+    parts, top = _legend(used, series)
+    first = top
     for label, bars in rows:
         middle = top + len(bars) * BAR / 2
         parts.append(text(LABELS - 8, middle, _fitting(label), anchor="end"))
@@ -62,7 +64,7 @@ def svg(
     if limit is not None:
         x = LABELS + limit * scale
         parts.append(
-            f'<line x1="{x:.1f}" y1="{LEGEND - 4}" x2="{x:.1f}" y2="{top}" stroke="{TEXT}" '
+            f'<line x1="{x:.1f}" y1="{first - 4}" x2="{x:.1f}" y2="{top}" stroke="{TEXT}" '
             'stroke-dasharray="4 3"/>'
         )
         top += GAP
@@ -104,12 +106,17 @@ def _address(picture: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(picture.encode()).decode()
 
 
-def _legend(names: Sequence[str], series: Series) -> Iterator[str]:
-    left = float(LABELS)
+def _legend(names: Sequence[str], series: Series) -> tuple[list[str], int]:
+    """Return the names of the series in lines, and where the bars begin below them."""
+    parts: list[str] = []
+    left, top = float(LABELS), 0
     for name in names:
-        yield box(left, 4, 10, 10, series[name])
-        yield text(left + 14, 9, name)
-        left += 28 + 0.6 * FONT * len(name)
+        width = 28 + 0.6 * FONT * len(name)
+        if left > LABELS and left + width > WIDTH:
+            left, top = float(LABELS), top + _LINE
+        parts += [box(left, top + 4, 10, 10, series[name]), text(left + 14, top + 9, name)]
+        left += width
+    return parts, top + LEGEND
 
 
 def _bar(

@@ -437,6 +437,7 @@ def test_buffers_move_by_rounding_as_gradients_do(moves: float, explained: bool)
         )
 
     assert is_at_a_kink(seen(0.0, 0.0), seen(3e-4, 1e-2), [seen(moves, 1e-2)]) is explained
+    assert not is_at_a_kink(seen(0.0, 0.0), seen(3e-4, 1e-2), [seen(float("nan"), 1e-2)])
 
 
 def test_parameters_are_nudged_by_the_opposite_in_turn() -> None:

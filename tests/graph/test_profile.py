@@ -148,6 +148,18 @@ def test_the_picture_escapes_names() -> None:
     assert third == pytest.approx(svg_bars.WIDTH - svg_bars.LABELS - svg_bars.NUMBERS, abs=0.1)
 
 
+def test_the_names_of_many_series_are_within_the_picture() -> None:
+    names = [f"part of a step {i}" for i in range(15)]
+    series = dict.fromkeys(names, ("#123456", 1.0))
+    picture = svg_bars.svg([("one", [dict.fromkeys(names, 1000.0)])], series)
+    space = "{http://www.w3.org/2000/svg}"
+    found = {each.text: each for each in ElementTree.fromstring(picture).iter(f"{space}text")}
+    places = [(float(found[name].get("x", "")), float(found[name].get("y", ""))) for name in names]
+    assert all(x + 0.6 * svg_bars.FONT * len(names[-1]) <= svg_bars.WIDTH for x, _ in places)
+    assert len(set(places)) == len(places)
+    assert max(y for _, y in places) < float(found["one"].get("y", ""))
+
+
 def test_a_picture_with_a_limit() -> None:
     """A limit beyond the longest bar sets the scale; the sums are shown in another unit."""
     series = {"a": ("#123456", 1.0)}

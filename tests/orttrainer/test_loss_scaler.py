@@ -259,6 +259,14 @@ def test_a_static_scale() -> None:
     assert not torch.equal(before["0.weight"], model[0].weight)
 
 
+def test_a_static_scale_that_is_an_integer_is_saved_before_the_first_step() -> None:
+    scaler = DynamicLossScaler(automatic_update=False, loss_scale=256)
+    state = trainer(net(), scaler=scaler).state_dict()
+    found = trainer(net(), scaler=scaler)
+    found.load_state_dict(state)
+    assert scale_of(found) == 256
+
+
 def test_an_overflow_at_the_lowest_scale_raises_and_training_may_go_on() -> None:
     model = net()
     found = trainer(model, scaler=DynamicLossScaler(loss_scale=2.0))

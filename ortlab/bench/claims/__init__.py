@@ -92,8 +92,8 @@ CLAIMS: dict[str, Claim] = {
             Quote(
                 '"This pull request brings support for models where only a part of the parameters '
                 'are trainable", March 2021. What the Technical Deep Dive of May 2020 says of a '
-                "minimal gradient graph was not found in the stored part of the page, so it is not "
-                "quoted; neither gives a figure here.",
+                "minimal gradient graph could not be checked, so it is not quoted. Neither is "
+                "known to give a figure.",
                 f"{_PULLS}/7058",
             ),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ortlab.bench.claims.search import SET_UPS, Largest, Search, SearchSettings
@@ -14,9 +14,9 @@ from ortlab.utils.process_memory import memory, parse_bytes
 METHOD = (
     "Each trial is a fresh process that makes three steps under RLIMIT_DATA, with glibc set to "
     "return freed memory at once. A batch does not fit if the process runs out of memory. The "
-    "limit counts beyond what the process has when the libraries are loaded and has no model; both "
-    "together are the absolute limit. Predicted: what a process with a small batch keeps between "
-    "steps, measured, and the tensors of a step by ortlab's memory plan."
+    "limit and the peak count beyond what the process has when the libraries are loaded and it has "
+    "no model. Predicted peak: memory that a process with a small batch holds between steps "
+    "(measured), plus the step's tensors by ortlab's memory plan."
 )
 
 
@@ -62,7 +62,7 @@ class LargestBatches:
         lines = [f"Largest batch in {memory(self.limit_bytes)} beyond the libraries.", ""]
         if self._settings.quick:
             lines = [*lines, "Twice that batch, or less, does not fit: the search ends early.", ""]
-        heads = ["model", "set-up", "largest batch", "of eager's", "peak", "limit with libraries"]
+        heads = ["model", "set-up", "largest batch", "of eager's", "peak", "peak with libraries"]
         heads += ["predicted batch", "error", "predicted peak", "error"]
         rows = [self._row(each) for each in self.found]
         lines += [*table(heads, rows), "", *self._verdict(), METHOD]
@@ -77,15 +77,15 @@ class LargestBatches:
         ratio = f"{each.rows / eager:.2f}" if eager and not self._settings.quick else ""
         own = ["", ""]
         if each.library_bytes is not None and each.peak_bytes is not None:
-            own = [memory(each.peak_bytes), memory(each.library_bytes + self.limit_bytes)]
+            own = [memory(each.peak_bytes), memory(each.library_bytes + each.peak_bytes)]
         return [
             each.model,
             each.set_up,
             str(each.rows),
             ratio,
             *own,
-            *_predicted(each.predicted_rows, each.rows_error, str),
-            *_predicted(each.predicted_bytes, each.bytes_error, memory),
+            *_predicted(each.predicted_rows, each.rows_error, str, each.unplanned),
+            *_predicted(each.predicted_bytes, each.bytes_error, memory, ""),
         ]
 
     def _verdict(self) -> list[str]:
@@ -94,7 +94,7 @@ class LargestBatches:
         if not errors or self._settings.quick:
             return []
         within = sum(abs(error) <= _BAR for error in errors)
-        high = sum(error > 0 for error in errors)
+        high = sum((each.predicted_rows or 0) > (each.rows or 0) for each in self.found)
         worst = max(errors, key=abs)
         return [
             f"Of {len(errors)} predicted batches {within} are within {_BAR:.0%}, {high} are too "
@@ -106,10 +106,12 @@ class LargestBatches:
 _BAR = 0.05
 
 
-def _predicted(value: int | None, error: float | None, text: Any) -> Sequence[str]:
-    """Return a predicted value and its error as text, "no plan" if there is none."""
+def _predicted(
+    value: int | None, error: float | None, text: Callable[[int], str], without: str
+) -> Sequence[str]:
+    """Return a predicted value and its error as text, `without` if there is none."""
     if value is None:
-        return ["no plan", ""]
+        return [without, ""]
     return [text(value), "" if error is None else f"{error:+.1%}"]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-"""Setting with which glibc returns freed memory at once (mallopt(3)), the same for every set-up.
+"""Setting with which glibc returns freed memory at once (mallopt(3)), the same for every engine.
 
 Otherwise it keeps freed memory that it cannot use again, up to half of a step's. Torch's allocator
 on a GPU returns such memory before it gives up.
@@ -41,7 +41,7 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is asked to do first.
+    """Set-up, batch and limit of one process.
 
     Attributes:
         model: Name of a model of `ortlab bench engines` or `papers`.
@@ -66,6 +66,11 @@ class Request:
     quick: bool = False
 
 
+def _counts_memory(request: Request) -> bool:
+    """Return True if all memory that the process holds matters; steps take longer then."""
+    return request.limit_bytes is not None or request.predict_bytes > 0
+
+
 class TrialFailed(RuntimeError):
     """Raised if a process ended for another reason than memory; the message names it."""
 
@@ -81,7 +86,7 @@ class Child:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.trial", json.dumps(dataclasses.asdict(request))],
-            env={**os.environ, **_MALLOC},
+            env={**os.environ, **(_MALLOC if _counts_memory(request) else {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -21,7 +21,8 @@ class Quote:
     """A published statement.
 
     Attributes:
-        text: The statement with its figures, hardware and versions, in the words of its source.
+        text: The statement with its figures, hardware and versions; text in quotation marks is the
+            source's own.
         source: Address of the statement.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ortlab.bench.interleaved import (
 )
 from ortlab.bench.result import milliseconds, table
 from ortlab.engines.base import tell, wrapped_model
+from ortlab.engines.batch import to_device
 from ortlab.engines.registry import engine
 from ortlab.settings import FinetuneSettings
 
@@ -36,9 +38,9 @@ RANK = 8
 ALL, LORA, LAST = "all", "adapters (LoRA)", "last layer"
 METHOD = (
     f"All set-ups of a model train side by side and take turns. Adapters: LoRA of rank {RANK} on "
-    "every linear layer (Hu et al., 2021), and nothing else is trained. Nodes: those of the "
-    "backward pass in the gradient graph, of ONNX's operators on ORT's engines; in eager torch the "
-    "functions that autograd recorded. They compare set-ups of one engine only."
+    "every linear layer (Hu et al., 2021), and nothing else is trained. Backward "
+    "nodes: on ORT's engines, nodes of the backward pass in the gradient graph; in eager torch, "
+    "functions that autograd recorded. Compare them within one engine only."
 )
 
 
@@ -149,14 +151,12 @@ class MinimalGradient:
             tell(f"{name}, {used}: {trained}")
             self._timed[name, trained, used] = Timed(name, trained, used, reason="interrupted")
             fail = self._failing(name)
-            with reasons(lambda reason, key=(trained, used), fail=fail: fail(key, reason)):  # type: ignore[misc]
+            with reasons(functools.partial(fail, (trained, used))):
                 self._begin(name, trained, used, batch, stack)
-        first = next(iter(self._trials.values()), None)
-        steps = (
-            1
-            if first is None
-            else enough(first.turn([[batch]], seed=0), quick=self._settings.quick)
-        )
+        steps = 1
+        for key, first in itertools.islice(self._trials.copy().items(), 1):
+            with reasons(functools.partial(self._failing(name), key)):
+                steps = enough(first.turn([[batch]], seed=0), quick=self._settings.quick)
         orders = rounds(list(self._trials), WARMUP + self._settings.rounds)
 
         def turn(key: tuple[str, str]) -> float:
@@ -239,7 +239,7 @@ def shown(found: dict[tuple[str, str, str], Timed]) -> list[str]:
 
 
 def _spread(found: Spread | None) -> str:
-    return "" if found is None else f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return "" if found is None else str(found)
 
 
 def backward_nodes(wrapped: nn.Module, batch: Any, used: str) -> int:
@@ -258,7 +258,8 @@ def backward_nodes(wrapped: nn.Module, batch: Any, used: str) -> int:
     elif used == "ort":
         stage = captured.graphs(cast("OrtModel", wrapped_model(wrapped)), None).gradient
     else:
-        return _autograd_nodes(wrapped(**batch).loss)
+        device = next(wrapped.parameters()).device
+        return _autograd_nodes(wrapped(**to_device(batch, device)).loss)
     return sum(node.phase == "backward" for node in stage.nodes)
 
 

@@ -178,12 +178,13 @@ class Recomputing:
         for model in self._settings.models.split(","):
             found = {each.set_up: each.rows for each in self._largest.found if each.model == model}
             own = [
-                (set_up, found[set_up.label] or 0)
+                (set_up, rows)
                 for each in SET_UPS.values()
                 for set_up in each
-                if found.get(set_up.label)
+                if (rows := found.get(set_up.label))
             ]
-            self._side(f"{model}, each with its largest batch", model, own, limited=True)
+            title = f"{model}, each with its largest batch; glibc returns freed memory at once"
+            self._side(title, model, own, limited=True)
             rows = found.get("eager") or max((rows for _, rows in own), default=0)
             few = 1 if self._settings.quick else None
             curve = [
@@ -192,7 +193,8 @@ class Recomputing:
                 for set_up in CURVE.get(engine, ())[:few]
                 if rows
             ]
-            self._side(f"{model}, batch {rows}, no limit", model, curve, limited=False)
+            title = f"{model}, batch {rows}, no limit; glibc keeps freed memory, which its peak has"
+            self._side(title, model, curve, limited=False)
 
     def _side(
         self, title: str, model: str, set_ups: Sequence[tuple[SetUp, int]], *, limited: bool
@@ -241,7 +243,7 @@ def shown(found: Sequence[Timed]) -> list[str]:
             [
                 *names,
                 f"{speed.median:.3g} ({speed.low:.3g} to {speed.high:.3g})",
-                "" if gain is None else f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})",
+                "" if gain is None else str(gain),
                 milliseconds(ms),
                 bar(ms / each.rows, most_ms),
                 memory(each.peak_bytes),

@@ -12,7 +12,7 @@ from ortlab.bench.claims.claim import ClaimSettings
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
 from ortlab.engines.base import tell
-from ortlab.settings import ENGINES, SAME_ENGINE, setting
+from ortlab.settings import ENGINES, setting
 
 MOST_ROWS = 4096
 """Largest batch that is tried."""
@@ -59,7 +59,6 @@ class SearchSettings(ClaimSettings):
     engines: str = setting(
         ",".join(each for each in ENGINES if each in SET_UPS),
         choices=tuple(SET_UPS),
-        renamed={old: new for old, new in SAME_ENGINE.items() if new in SET_UPS},
         many=True,
         help="engines to compare, separated by commas",
     )
@@ -99,8 +98,9 @@ class Largest:
         why: The error of that batch.
         library_bytes: Memory of the process before it builds the model.
         peak_bytes: Peak of the process beyond `library_bytes`, with the largest batch.
-        predicted_rows: Largest batch by ortlab's plan, None without a plan.
+        predicted_rows: Largest batch by ortlab's plan, None without one, see `unplanned`.
         predicted_bytes: Peak with the largest batch by that plan.
+        unplanned: Reason why no batch is predicted.
         trials: Batches tried, with True for those that fit.
         error: Reason why nothing was found.
     """
@@ -114,6 +114,7 @@ class Largest:
     peak_bytes: int | None = None
     predicted_rows: int | None = None
     predicted_bytes: int | None = None
+    unplanned: str = ""
     trials: tuple[tuple[int, bool], ...] = ()
     error: str = ""
 
@@ -202,7 +203,7 @@ class Search:
         """
         found = Largest(self._probe.model, self._set_up.label)
         try:
-            predicted = self._predicted()
+            predicted, unplanned = self._predicted()
             by_plan = sum(size <= self._limit_bytes for size in predicted)
             if predicted:
                 hint = by_plan
@@ -221,21 +222,24 @@ class Search:
             library_bytes=at.get("library_bytes"),
             peak_bytes=at.get("peak_bytes"),
             predicted_rows=by_plan if by_plan < len(predicted) else None,
+            unplanned=unplanned or f"more than {len(predicted)}",
             predicted_bytes=predicted[rows - 1] if 0 < rows <= len(predicted) else None,
             trials=self._trials(),
         )
 
-    def _predicted(self) -> list[int]:
-        """Return the predicted peak for batches from one sample on, see `trial.Trial.predicted`."""
+    def _predicted(self) -> tuple[list[int], str]:
+        """Return the predicted peak for batches from one sample on, or none and the reason.
+
+        See `trial.Trial.predicted`.
+        """
         if self._set_up.engine not in _WITH_PLAN:
-            return []
+            return [], "no plan"
         tell(f"{self._probe.model}, {self._set_up.label}: memory plan")
         with child(dataclasses.replace(self._probe, predict_bytes=self._limit_bytes)) as probe:
             answer = probe.answer()
         if not answer["fits"]:
             raise TrialFailed(answer["why"])
-        found: list[int] = answer["predicted"]
-        return found
+        return answer["predicted"], answer["unplanned"]
 
     def _fits(self, rows: int) -> bool:
         limited = dataclasses.replace(self._probe, rows=rows, limit_bytes=self._limit_bytes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,8 +67,11 @@ class Trial:
         gc.collect()
         self._before = _memory()
         if request.limit_bytes is not None:
+            import resource  # optional: not on Windows
+
             most = self._before["VmData"] + request.limit_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+            _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, highest))
         model, batch = build(request.model, quick=request.quick)
         self._batch = of_rows(batch, request.rows)
         if request.checkpointing:
@@ -213,9 +215,12 @@ def answers(request: Request, asked: TextIO) -> Iterator[dict[str, Any]]:
         with threads(request.threads):
             trial = Trial(request)
             taken = trial.begin()
-            near = request.predict_bytes
-            predicted = trial.predicted(taken, near) if near else []
-            yield {"fits": True, **taken, "predicted": predicted}
+            near, predicted, unplanned = request.predict_bytes, list[int](), ""
+            try:
+                predicted = trial.predicted(taken, near) if near else []
+            except ValueError as error:  # this graph has no plan; its batch can be measured
+                unplanned = str(error)
+            yield {"fits": True, **taken, "predicted": predicted, "unplanned": unplanned}
             for _ in asked:
                 yield {"ms": trial.turn()}
     except Exception as error:  # noqa: BLE001 - engines raise anything; the parent shows it

@@ -69,7 +69,8 @@ _LARGE_CONVOLUTION: Final = 5_000_000
 """Products from which on torch runs a convolution.
 
 ResNet-18 of 32 x 32 pixels on two cores took 2.3 times as long with its convolutions in ORT, which
-lays out the windows anew for each image. Small ones do not make up for another segment.
+lays out the windows anew for each image. MobileNetV2 of 64 x 64 pixels took 1.3 times as long with
+those of 1 x 1 and the gradients of ReLU6 in ORT. Small ones do not make up for another segment.
 """
 
 _ONE_PASS: Final = "and torch computes it in one pass, ORT node by node"
