@@ -170,6 +170,7 @@ def _mobilenet(quick: bool) -> Task:
     config = MobileNetV2Config(
         image_size=pixels,
         depth_multiplier=0.1 if quick else 1.0,
+        classifier_dropout_prob=_DROPOUT,
         **_classes(_CLASSES, attn_implementation="eager"),
     )
     batch = {"pixel_values": torch.randn(rows, 3, pixels, pixels), "labels": _ids(_CLASSES, rows)}

@@ -189,10 +189,15 @@ def test_all_train_from_the_same_weights_and_keep_them() -> None:
 def test_models_have_dropout_and_torchs_attention(name: str) -> None:
     model, batch = models.build(name, quick=True)
     assert model.training
-    if name != "resnet-18":  # which has neither
+    if name not in ("resnet-18", "mobilenet-v2", "lstm-256"):  # without attention
         assert model.config._attn_implementation == "sdpa"
-        dropouts = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
+    if name != "resnet-18":
+        dropouts = {m.p for m in model.modules() if isinstance(m, nn.Dropout)}
+        dropouts |= {m.dropout for m in model.modules() if isinstance(m, nn.LSTM)}
         assert dropouts == {0.1}
+    if name == "lstm-256":  # without a configuration
+        assert model(**batch).ndim == 0
+        return
     before = model.config.to_dict()
     assert model(**batch).loss.ndim == 0
     assert model.config.to_dict() == before, "forward edits the model: it is compiled twice"
@@ -201,7 +206,7 @@ def test_models_have_dropout_and_torchs_attention(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("bert-768", 52.8), ("bert-256/8x64", 11.2), ("gpt2-768", 67.7), ("t5-small", 60.5),
-     ("vit-small", 21.7), ("resnet-18", 11.2)],
+     ("vit-small", 21.7), ("resnet-18", 11.2), ("mobilenet-v2", 2.2), ("lstm-256", 6.2)],
 )  # fmt: skip
 def test_models_have_the_size_that_they_say(name: str, millions: float) -> None:
     model, _ = models.build(name)

@@ -259,7 +259,8 @@ def backward_nodes(wrapped: nn.Module, batch: Any, used: str) -> int:
         stage = captured.graphs(cast("OrtModel", wrapped_model(wrapped)), None).gradient
     else:
         device = next(wrapped.parameters()).device
-        return _autograd_nodes(wrapped(**to_device(batch, device)).loss)
+        found = wrapped(**to_device(batch, device))
+        return _autograd_nodes(getattr(found, "loss", found))
     return sum(node.phase == "backward" for node in stage.nodes)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,7 +104,7 @@ def _pause() -> Any:
         return None
     try:
         # Found in libgomp, on which this library depends.
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library = ctypes.CDLL(str(Path(inspect.getfile(torch)).parent / "lib" / "libtorch_cpu.so"))
         return library.omp_pause_resource_all
     except (OSError, AttributeError):
         return None
