@@ -1,4 +1,4 @@
-"""Where a step goes in each engine, by kind of operator, for ``bench engines --profile``.
+"""Profiles of a training step in each engine, by kind of operator, for ``bench engines --profile``.
 
 Operators in torch are timed by `torch.profiler`, and those in ORT by ORT's own profile, both with
 forward and backward only. A few further steps of the whole tell how long each part takes without

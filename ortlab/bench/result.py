@@ -137,7 +137,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of an engine's step goes. See `ortlab.bench.profiled`.
+    """Profile of an engine's training step. See `ortlab.bench.profiled`.
 
     Attributes:
         model: Name of the model.
@@ -190,7 +190,7 @@ class EngineBench:
         cells: Results. Incomplete if `interrupted`.
         interrupted: True if the benchmark was stopped before its end.
         floors: Least times of a step, with ``roofline``.
-        profiles: Where the time of a step goes, with ``profile``.
+        profiles: Profiles of a step in each engine, with ``profile``.
     """
 
     settings: BenchSettings
@@ -414,7 +414,7 @@ class EngineBench:
         return [each for each in self.profiles if each.model == model]
 
     def picture(self, model: str) -> str:
-        """Return where a step of a model goes in each engine as a bar chart in SVG.
+        """Return the profiles of a model as a bar chart in SVG, with a bar for each engine.
 
         Args:
             model: Name of the model.

@@ -137,7 +137,7 @@ class Race:
         self.lanes: dict[Key, TimedTrial] = {}
         """Active set-ups, keyed by cell."""
         self.profiles: list[StepProfile] = []
-        """Where the time of a step goes, with ``profile``."""
+        """Profiles of a step in each cell, with ``profile``."""
         self._turns = 0
         self.steps = 1
         """Number of steps in a turn, the same for all cells."""

@@ -63,7 +63,7 @@ def held_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a loss scale begins and changes; the defaults are those of torch's GradScaler.
+    """Initial value, growth and bounds of a loss scale, by default those of torch's GradScaler.
 
     Attributes:
         initial: Scale of the first step.
@@ -87,7 +87,7 @@ class LossScale:
     Args:
         optimizer: Optimizer of float32 parameters.
         device: Device of the loss and the gradients.
-        rule: How the scale begins and changes.
+        rule: Initial value, growth and bounds of the scale.
 
     Raises:
         ValueError: If a parameter is in float16: unscaling its gradients would lose precision.

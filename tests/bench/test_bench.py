@@ -467,6 +467,9 @@ def test_profiles_add_up_to_a_step(measured: EngineBench) -> None:
     assert [(each.engine, each.precision) for each in measured.profiled(MODEL)] == timed
     for each in measured.profiles:
         parts = each.part_ms
+        products = {op for op in each.operator_ms if profiled.kind_of(op) == "matrix products"}
+        wanted = "addmm" if each.engine == "eager" else "matmul"
+        assert any(wanted in op.lower() for op in products), products
         assert parts["matrix products"] > 0
         assert parts[OPTIMIZER] == each.optimizer_ms > 0
         operators_ms = sum(each.operator_ms.values())

@@ -428,7 +428,7 @@ def test_what_no_kink_makes_is_an_error(activation: nn.Module, kind: str, off: f
 
 @pytest.mark.parametrize(("moves", "explained"), [(2e-4, True), (5e-5, False)])
 def test_buffers_move_by_rounding_as_gradients_do(moves: float, explained: bool) -> None:
-    """As running means of MobileNetV2 do beside its ReLUs."""
+    """Buffers may differ as much as they do in eager torch with nudged parameters."""
 
     def seen(buffer: float, gradient: float) -> Observed:
         return _observed(

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ortlab
-from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.plan_names import UnknownPlan
 from ortlab.graph.recompute_plans import RecomputePlans
 from ortlab.session import session
 from tests.support import tiny
+from tests.support.needed_engines import needs_kernels
 
 BATCH = {
     "input_ids": torch.randint(0, 50, (4, 24), generator=torch.Generator().manual_seed(0)),
@@ -27,10 +27,7 @@ LAYER = "bert.encoder.layer.*"
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Skip with the reason where the kernels cannot be built."""
-    reason = kernels.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    needs_kernels()
 
 
 @pytest.fixture(scope="module")

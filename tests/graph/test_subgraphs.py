@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ortlab
-from ortlab.engines.ortmodule import kernels
 from ortlab.graph.subgraphs import Subgraphs
 from ortlab.notebook.views.recompute_view import RecomputeView
 from ortlab.utils.process_memory import raised
 from tests.support import tiny
+from tests.support.needed_engines import needs_kernels
 
 BATCH = {
     "input_ids": torch.randint(0, 50, (4, 24), generator=torch.Generator().manual_seed(0)),
@@ -28,10 +28,7 @@ GELU = "BiasGelu+:1:-1"
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Skip with the reason where the kernels cannot be built."""
-    reason = kernels.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    needs_kernels()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +167,7 @@ def test_half_precision_has_no_kernels_of_ort_s() -> None:
 
 
 def test_a_compromise_saves_a_part() -> None:
-    """As in ORT's docs/Memory_Optimizer.md; on a CPU, graphs in fp32 have none."""
+    """The text is that of ORT's docs/Memory_Optimizer.md; graphs in fp32 on a CPU have none."""
     results = """
 |6      |For each row options are mutually exclusive, only one of them can be enabled. |
 |       |>>Option 1     : Recompute subgraph Sub+Mul+Cast+                            |

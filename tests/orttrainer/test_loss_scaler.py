@@ -17,6 +17,7 @@ from ortlab import ORTTrainer, ORTTrainerOptions, optim
 from ortlab.checkpoint.checkpoint import Checkpoint
 from ortlab.engines.base import NotFinite
 from ortlab.optim import DynamicLossScaler
+from tests.support import orttrainers
 from tests.support.needed_engines import needs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,19 +52,13 @@ def batches(number: int, *, bad: tuple[int, ...] = ()) -> Iterator[Batch]:
 def trainer(
     model: nn.Module, config: Any = None, scaler: Any = None, *, parts: int = 1, **utils: Any
 ) -> ORTTrainer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a label and a loss were added
-        return ORTTrainer(
-            model,
-            DESCRIPTION,
-            config or optim.SGDConfig(lr=0.1),
-            nn.CrossEntropyLoss(),
-            {
-                "batch": {"gradient_accumulation_steps": parts},
-                "mixed_precision": {"enabled": True, "loss_scaler": scaler or DynamicLossScaler()},
-                "utils": utils,
-            },
-        )
+    return orttrainers.trainer(
+        model,
+        config,
+        batch={"gradient_accumulation_steps": parts},
+        mixed_precision={"enabled": True, "loss_scaler": scaler or DynamicLossScaler()},
+        utils=utils,
+    )
 
 
 def scale_of(found: ORTTrainer) -> float:
@@ -136,7 +131,7 @@ def test_losses_scales_and_weights_are_those_of_eager_torch(name: str, parts: in
 
 
 def test_it_is_float16() -> None:
-    """What float16 cannot hold overflows; float32 and bfloat16 can hold it."""
+    """Values overflow that float32 and bfloat16 can represent."""
     found = trainer(net())
     ((x, y),) = batches(1, bad=(0,))
     _, scores = found.train_step(x, y)

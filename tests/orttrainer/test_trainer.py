@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import random
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ortlab.orttrainer.description import Description
 from ortlab.orttrainer.trainer import TrainStepInfo
 from ortlab.utils.rng import RandomStates
 from tests.support import tiny
+from tests.support.orttrainers import trainer
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
 pytestmark = [needs_ort, pytest.mark.usefixtures("one_thread")]
@@ -63,18 +63,6 @@ def batches(number: int, rows: int = 6) -> Iterator[tuple[torch.Tensor, torch.Te
     made = torch.Generator().manual_seed(5)
     for _ in range(number):
         yield torch.randn(rows, 8, generator=made), torch.randint(3, (rows,), generator=made)
-
-
-def trainer(model: nn.Module, config: Any = None, **options: Any) -> ORTTrainer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a label and a loss were added
-        return ORTTrainer(
-            model,
-            DESCRIPTION,
-            config or optim.SGDConfig(lr=0.1),
-            nn.CrossEntropyLoss(),
-            options,
-        )
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""A skip for tests of engines that cannot run here."""
+"""Skips for tests of engines and kernels that cannot run here."""
 
 from __future__ import annotations
 
 import pytest
 
 from ortlab.engines.base import EngineUnavailable
+from ortlab.engines.ortmodule import kernels
 from ortlab.engines.registry import engine
 
 
@@ -15,3 +16,10 @@ def needs(*names: str) -> None:
             engine(name)
         except EngineUnavailable as error:
             pytest.skip(str(error))
+
+
+def needs_kernels() -> None:
+    """Skip the test with the reason if the kernels of ORTModule cannot be built here."""
+    reason = kernels.unavailable()
+    if reason is not None:
+        pytest.skip(reason)

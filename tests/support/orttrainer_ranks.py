@@ -14,7 +14,7 @@ from ortlab import ORTTrainer, optim
 from ortlab.engines.base import NotFinite
 from ortlab.engines.loss_scale import held_part
 from ortlab.optim import DynamicLossScaler
-from tests.support import ranks
+from tests.support import orttrainers, ranks
 
 RANK, SIZE = ranks.RANK, ranks.SIZE
 DESCRIPTION: dict[str, Any] = {
@@ -30,10 +30,7 @@ CONFIGS = {
 }
 
 
-def trainer(model: nn.Module, config: Any, loss: Any = None, **options: Any) -> ORTTrainer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a label and a loss were added
-        return ORTTrainer(model, DESCRIPTION, config, loss or nn.CrossEntropyLoss(), options)
+trainer = functools.partial(orttrainers.trainer, sizes=(6, 4))
 
 
 def several(**more: Any) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ortlab
-from ortlab.engines.ortmodule import compat, kernels
+from ortlab.engines.ortmodule import compat
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.utils import process_memory
 from tests.support import tiny
-from tests.support.needed_engines import needs
+from tests.support.needed_engines import needs, needs_kernels
 from tests.support.waiting import HANGS_S
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -30,8 +30,7 @@ BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1, 1])}
 def ready() -> None:
     """Skip with the reason where ORT or the kernels are not available."""
     needs("ortmodule")
-    if (reason := kernels.unavailable()) is not None:
-        pytest.skip(reason)
+    needs_kernels()
 
 
 def wrapped(**settings: Any) -> tuple[nn.Module, GraphDispatcher]:

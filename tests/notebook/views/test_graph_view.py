@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.ortmodule import compat, kernels
+from ortlab.engines.ortmodule import compat
 from ortlab.graph.capture import Graphs, Overlay, Stage
 from ortlab.notebook.static_views import sketch
 from ortlab.notebook.views import graph_view, netron, recompute_view
 from tests.support.called_models import bert, called, gpt2
+from tests.support.needed_engines import needs_kernels
 from tests.support.notebook_outputs import execute
 
 needs_ort = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
@@ -282,8 +283,7 @@ class Listed(nn.Module):
 
 @needs_ort
 def test_names_of_parameters_and_modules_stay_text() -> None:
-    if (reason := kernels.unavailable()) is not None:
-        pytest.skip(reason)
+    needs_kernels()
     model, batch = ortlab.wrap(Listed(), engine="ortmodule", kernels="torch"), torch.ones(4, 8)
     model(batch).sum().backward()
     graphs, plans = ortlab.graphs(model), ortlab.recompute_plans(model, batch)

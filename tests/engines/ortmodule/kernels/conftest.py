@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ortlab.engines.ortmodule import kernels
+from tests.support.needed_engines import needs_kernels
 
 
 @pytest.fixture(scope="session")
 def ops() -> Any:
     """Return the kernels by name; skip with the reason where they cannot be built."""
-    reason = kernels.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    needs_kernels()
     return torch.ops.ortlab_kernels
 
 

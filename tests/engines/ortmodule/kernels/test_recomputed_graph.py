@@ -15,13 +15,13 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 import ortlab
-from ortlab.engines.ortmodule import kernels
 from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.dispatch import GraphDispatcher
 from ortlab.engines.ortmodule.engine import execution_of
 from ortlab.engines.ortmodule.kernels.recomputed_graph import Plans
 from ortlab.engines.plan_names import UnknownPlan
 from tests.support import tiny
+from tests.support.needed_engines import needs_kernels
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": IDS, "attention_mask": (IDS > 3).long()}
@@ -29,10 +29,7 @@ TEXT = {"input_ids": IDS, "attention_mask": (IDS > 3).long()}
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """Skip with the reason where the kernels cannot be built."""
-    reason = kernels.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    needs_kernels()
 
 
 class Blocks(nn.Module):
