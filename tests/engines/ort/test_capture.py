@@ -626,7 +626,7 @@ def test_large_matrices_are_transposed_before_they_are_multiplied(sizes: tuple[i
         (nn.ReLU(), {"aten.relu", "aten.threshold_backward"}),
         (nn.ReLU6(), {"aten.hardtanh", "aten.hardtanh_backward"}),
     ],
-    ids=str,
+    ids=["relu", "relu6"],
 )
 def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones(
     window: int, activation: nn.Module, names: set[str]
