@@ -33,6 +33,7 @@ OTHERS: Final = "other operators"
 KINDS: Final[Mapping[str, str]] = {
     "matrix products": r"b?(add)?b?mm|(add)?mv|dot|\w*(gemm|matmul|linear)\w*",
     "convolutions": r"\w*conv\w*",
+    "recurrent layers": r"\w*(lstm|gru|rnn)\w*",
     "loss": r"\w*log_?softmax|softmaxcrossentropy\w*|\w*(nll_loss|cross_entropy)\w*",
     "attention": r"\w*attention\w*|softmax",
     "random draws": r"bernoulli|random|rand\w*|uniform|normal|native_dropout|dropout|exponential",

@@ -504,6 +504,8 @@ def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
         ("org.pytorch.aten.ortlab_kernels.matmul", "matrix products"),
         ("aten::mkldnn_convolution", "convolutions"),
         ("torch.convolution_backward", "convolutions"),
+        ("aten::mkldnn_rnn_layer_backward", "recurrent layers"),
+        ("torch.onednn_lstm_backward", "recurrent layers"),
         ("aten::_softmax_backward_data", "attention"),
         ("com.microsoft.SoftmaxGrad_13", "attention"),
         ("aten::_log_softmax_backward_data", "loss"),

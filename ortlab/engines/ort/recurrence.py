@@ -2,7 +2,9 @@
 
 Torch's decompositions of LSTM, GRU and RNN omit this dropout (torch 2.13: ``num_layers < i - 1`` in
 `torch._decomp.decompositions._rnn_helper`). They also compute an LSTM whose input has no gradient
-with oneDNN's operator, whose backward pass fails (https://github.com/pytorch/pytorch/issues/158007).
+with oneDNN's operator, whose backward pass fails in AOTAutograd
+(https://github.com/pytorch/pytorch/issues/158007). `onednn_lstm` is that operator with a backward
+pass of its own; where oneDNN cannot compute a layer, ORT computes it step by step.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+
+_LSTM: Final = 2
+"""oneDNN's number of the LSTM, ``ideep::rnn_kind::LSTM``."""
 
 
 def _by_layer(
@@ -37,11 +42,153 @@ def _by_layer(
         if last and train and dropout > 0:
             x = torch.nn.functional.dropout(x, dropout, True)
         given = own_states[0] if isinstance(state, torch.Tensor) else own_states
-        with _without_onednn():
-            x, *after = operator(x, given, own_weights, biased, 1, 0.0, train, bidirectional, False)
+        if operator is torch.lstm and _fits_onednn(x, *own_states, *own_weights):
+            x, *after = _in_onednn(x, own_states, own_weights, biased, bidirectional)
+        else:
+            with _without_onednn():
+                x, *after = operator(
+                    x, given, own_weights, biased, 1, 0.0, train, bidirectional, False
+                )
         last.append(after)
     x = x.transpose(0, 1) if batch_first else x
     return (x, *(torch.cat(values) for values in zip(*last, strict=True)))
+
+
+def _fits_onednn(
+    x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *weights: torch.Tensor
+) -> bool:
+    """Return True for a layer that eager torch computes with oneDNN, in single precision."""
+    tensors = (x, hidden, cell, *weights)
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.backends.mkldnn.enabled)
+        and not torch.is_autocast_enabled("cpu")
+        and all(each.device.type == "cpu" and each.dtype is torch.float32 for each in tensors)
+        and hidden.shape[-1] == cell.shape[-1]  # else it has a projection
+        and x.numel() != 0
+    )
+
+
+def _in_onednn(
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    biased: bool,
+    bidirectional: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a layer of an LSTM, [length, batch, width], in one operator for each direction."""
+    directions = 1 + bidirectional
+    x, results = x.contiguous(), []
+    for reverse, own in enumerate(_parts(weights, directions)):
+        if not biased:
+            own = [*own, *[own[0].new_zeros(own[0].shape[0])] * 2]
+        hidden, cell = (each[reverse : reverse + 1].contiguous() for each in states)
+        results.append(onednn_lstm(x, *own, hidden, cell, bool(reverse), biased)[:3])
+    y, *last = zip(*results, strict=True)
+    return torch.cat(y, -1), torch.cat(last[0]), torch.cat(last[1])
+
+
+@torch.library.custom_op(
+    "ortlab::onednn_lstm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor hidden, "
+    "Tensor cell, bool reverse, bool biased) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def onednn_lstm(
+    x: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor,
+    b_hh: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor,
+    reverse: bool,
+    biased: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute one direction of a layer of an LSTM with oneDNN, as eager torch does.
+
+    Args:
+        x: Input, [length, batch, width].
+        w_ih: Weights of the input, [4 * hidden width, width].
+        w_hh: Weights of the hidden state, [4 * hidden width, hidden width].
+        b_ih: Bias of the input, [4 * hidden width].
+        b_hh: Bias of the hidden state, [4 * hidden width].
+        hidden: Hidden state before the first step, [1, batch, hidden width].
+        cell: Cell state before the first step, [1, batch, hidden width].
+        reverse: True to go from the last step to the first.
+        biased: False to ignore the biases.
+
+    Returns:
+        Hidden state of each step, last hidden state, last cell state, and bytes for the backward
+        pass.
+    """
+    with torch.enable_grad():  # else it saves nothing; autograd does not see this call
+        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten.mkldnn_rnn_layer(
+                *(x, w_ih, w_hh, b_ih, b_hh, hidden, cell, reverse, [], _LSTM, hidden.shape[-1]),
+                *(1, biased, False, False, True),  # one layer, not batch first, training
+            )
+        )
+    return result
+
+
+@onednn_lstm.register_fake
+def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Only oneDNN knows how many bytes it saves; as in torch's own rule, they count as none."""
+    x, hidden, cell = given[0], given[5], given[6]
+    y = x.new_empty(*x.shape[:2], hidden.shape[-1])
+    saved = x.new_empty(0, dtype=torch.uint8)
+    return y, torch.empty_like(hidden), torch.empty_like(cell), saved
+
+
+@torch.library.custom_op(
+    "ortlab::onednn_lstm_backward",
+    mutates_args=(),
+    schema="(Tensor[] given, Tensor[] results, Tensor[] grads, bool reverse, bool biased) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _onednn_lstm_backward(
+    given: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    reverse: bool,
+    biased: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the tensors of `onednn_lstm`; that of both biases is the same."""
+    *states, saved = results
+    x, w_ih, w_hh, bias, _, hidden, cell = torch.ops.aten.mkldnn_rnn_layer_backward(
+        *(*given, *states, *(each.contiguous() for each in grads), reverse, _LSTM),
+        *(states[1].shape[-1], 1, biased, True, False, [], False, saved),
+    )
+    return x, w_ih, w_hh, bias, hidden, cell
+
+
+@_onednn_lstm_backward.register_fake
+def _(given: Sequence[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
+    made = [torch.empty_like(each) for each in given]
+    return (*made[:4], *made[5:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    given, (ctx.reverse, ctx.biased) = inputs[:7], inputs[7:]
+    ctx.save_for_backward(*given, *output)
+
+
+def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    given, results = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    x, w_ih, w_hh, bias, hidden, cell = _onednn_lstm_backward(
+        given, results, grads[:3], ctx.reverse, ctx.biased
+    )
+    return x, w_ih, w_hh, bias, bias, hidden, cell, None, None
+
+
+onednn_lstm.register_autograd(_backward, setup_context=_save)
+
+IN_ONEDNN: Final = (
+    torch.ops.ortlab.onednn_lstm.default,
+    torch.ops.ortlab.onednn_lstm_backward.default,
+)
+"""Operators of oneDNN in graphs."""
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from ortlab.engines.ort import draws, session
+from ortlab.engines.ort import draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import (
     HALVES,
     ONNX_TYPES,
@@ -61,7 +61,8 @@ _READ_STRIDES: Final = frozenset({aten.as_strided.default, aten.as_strided_scatt
 """Operators whose result depends on the strides of their input."""
 
 FASTER_IN_TORCH: Final[dict[Any, str]] = {
-    aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one"
+    aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one",
+    **dict.fromkeys(recurrence.IN_ONEDNN, "oneDNN computes all steps of the layer in one operator"),
 }
 """Operators that ORT could run, with the reason why torch does."""
 

@@ -104,7 +104,46 @@ def test_recurrent_layers_with_the_dropout_between_them(kind: str, batch_first: 
     with torch._dynamo.config.patch(allow_rnn=True):
         losses = [pair.compare(torch.ones(5, 2, 3), seed=seed) for seed in (0, 1)]
     assert losses[0] != pytest.approx(losses[1])
-    assert not in_torch(pair.backend)
+    assert bool(in_torch(pair.backend)) == (kind == "LSTM")
+
+
+class Recurrent(nn.Module):
+    """An LSTM whose input and first states have gradients."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.layers = nn.LSTM(5, 4, 2, bias=bias, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        hidden = x[:, :1, :4].transpose(0, 1).expand(4, -1, -1)
+        y, (hidden, cell) = self.layers(x, (hidden, hidden.sin()))
+        return torch.cat([y[:, 0], hidden[0], cell[3]], 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_computes_the_layers_of_an_lstm(bias: bool) -> None:
+    pair = Pair(Recurrent(bias=bias), dynamic=True)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for rows, length in [(4, 3), (2, 3), (1, 1), (3, 6)]:
+            pair.compare(torch.randn(rows, length, 3))
+    assert set(in_torch(pair.backend)) >= {"ortlab.onednn_lstm", "ortlab.onednn_lstm_backward"}
+
+
+@pytest.mark.parametrize("case", ["no rows", "autocast", "float64", "no oneDNN"])
+def test_an_lstm_that_onednn_cannot_compute_runs_step_by_step(case: str) -> None:
+    dtype = torch.float64 if case == "float64" else torch.float32
+    pair = Pair(Recurrent(bias=True).to(dtype))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
+    onednn = torch.backends.mkldnn.flags(enabled=case != "no oneDNN")
+    with torch._dynamo.config.patch(allow_rnn=True), autocast, onednn:
+        x = torch.randn(0 if case == "no rows" else 2, 3, 3, dtype=dtype)
+        if case == "autocast":  # eager torch computes the layers in 16 bits
+            torch.testing.assert_close(pair.compiled(x), pair.reference(x), rtol=0.02, atol=0.02)
+        else:
+            pair.compare(x)
+    assert "ortlab.onednn_lstm" not in in_torch(pair.backend)
 
 
 # Memory
