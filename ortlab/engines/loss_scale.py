@@ -147,7 +147,8 @@ class LossScale:
         self._scaler.update()
         scale = self._now()
         skipped = scale < before
-        self.collapsed = self.collapsed | (skipped & (scale < LOWEST_LOSS_SCALE))
+        if self._rule.least < self._rule.most:  # a static scale stays where it is
+            self.collapsed = self.collapsed | (skipped & (scale < LOWEST_LOSS_SCALE))
         within = scale.clamp(self._rule.least, self._rule.most)
         self._scaler.update(within)
         return within, skipped

@@ -240,8 +240,11 @@ def test_bounds_of_the_scale() -> None:
     assert most.loss_scale == 2.0**5
 
 
-def test_a_static_scale() -> None:
-    scaler = DynamicLossScaler(automatic_update=False, loss_scale=2.0**8, up_scale_window=1)
+@pytest.mark.parametrize("scale", [2.0**8, 0.5])
+def test_a_static_scale(scale: float) -> None:
+    scaler = DynamicLossScaler(
+        automatic_update=False, loss_scale=scale, up_scale_window=1, min_loss_scale=scale
+    )
     model = net()
     found = trainer(model, scaler=scaler)
     good, bad = batches(2, bad=(1,))
@@ -249,7 +252,7 @@ def test_a_static_scale() -> None:
     before = copy.deepcopy(model.state_dict())
     found.train_step(*bad)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert scaler.loss_scale == 2.0**8
+    assert scaler.loss_scale == scale
     found.train_step(*good)
     assert not torch.equal(before["0.weight"], model[0].weight)
 
