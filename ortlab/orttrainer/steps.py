@@ -83,6 +83,9 @@ class Steps(Protocol):
     def graphs(self) -> Sequence[onnx.ModelProto]:
         """Return the graphs of the last step, see `GRAPHS`; none if there is no such graph."""
 
+    def remarks(self) -> Sequence[str]:
+        """Return the parts of the steps so far that ran outside of ORT, and why."""
+
     def loss_scale(self) -> dict[str, Any] | None:
         """Return the state of the loss scale; None without one."""
 
@@ -186,6 +189,10 @@ class FusedSteps:
         stages = self._served.export.stages()
         return stages["forward"], stages["gradient"], self._step.graph(self._served)
 
+    def remarks(self) -> Sequence[str]:
+        """See `Steps.remarks`; the graph has the whole step."""
+        return ()
+
     def loss_scale(self) -> None:
         """See `Steps.loss_scale`; the graph has none."""
 
@@ -258,6 +265,10 @@ class TorchSteps:
     def graphs(self) -> Sequence[onnx.ModelProto]:
         """See `Steps.graphs`; the optimizer is in no graph."""
         return ()
+
+    def remarks(self) -> Sequence[str]:
+        """See `Steps.remarks`."""
+        return self._stepper.report().remarks
 
     def loss_scale(self) -> dict[str, Any] | None:
         """See `Steps.loss_scale`."""

@@ -110,8 +110,7 @@ class ORTTrainer:
         )
         self.model = model
         self.optim_config = optim_config
-        self.notes: list[str] = []
-        """Notes for the user: additions to ``model_desc``, and differences from ORT's trainer."""
+        self._notes: list[str] = []
         mixed = self.options.mixed_precision
         if mixed.enabled and mixed.loss_scaler is None:
             self._note(
@@ -141,6 +140,14 @@ class ORTTrainer:
         self._saved = not self.options.debug.graph_save_paths
 
     # ---- steps
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user: additions to ``model_desc``, and differences from ORT's trainer.
+
+        Steps in the engine ``ort`` add what runs in torch, and why.
+        """
+        return [*self._notes, *self._steps.remarks()]
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on one batch.
@@ -511,7 +518,7 @@ class ORTTrainer:
         self._saved = True
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
+        self._notes.append(text)
         warnings.warn(text, stacklevel=5)
 
     def __repr__(self) -> str:

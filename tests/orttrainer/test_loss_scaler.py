@@ -158,6 +158,27 @@ def test_evaluation_is_in_float16_and_leaves_the_scale() -> None:
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
 
+class Broken(nn.Module):
+    """A model that Dynamo captures in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[:2](x)
+        torch._dynamo.graph_break()
+        return self.layers[2:](x)
+
+
+def test_notes_name_graph_breaks() -> None:
+    found = trainer(Broken())
+    (batch,) = batches(1)
+    assert not any("graph break" in note for note in found.notes)
+    found.train_step(*batch)
+    assert sum("graph break" in note for note in found.notes) == 1
+
+
 def test_frozen_weights_and_groups() -> None:
     model = net()
     before = copy.deepcopy(model.state_dict())
