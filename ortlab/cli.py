@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlab import bench
 from ortlab._version import __version__
-from ortlab.bench import BenchSettings, PaperSettings, StepSettings
+from ortlab.bench import BenchSettings, PaperSettings
 from ortlab.bench.claims import CLAIMS, claim_of
 from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
@@ -22,13 +22,11 @@ from ortlab.engines import caches, doctor
 from ortlab.engines.base import progress
 from ortlab.settings import Declaration, Settings
 from ortlab.utils import contention, warn_once
-from ortlab.utils.errors import Concise
 from ortlab.utils.findings import findings_table
 
 if TYPE_CHECKING:
     from ortlab.bench.claims.claim import ClaimBench
     from ortlab.bench.paper_report import PaperBench
-    from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
 
 
@@ -41,11 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    given, others = parser().parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:2] == ["bench", "step"]:
+        print("ortlab bench step was removed; use ortlab bench engines --profile", file=sys.stderr)
+        return 2
+    given, others = parser().parse_known_args(words)
     if given.command == "lab":
         return _lab(others)
     if others:
-        parser().parse_args(arguments)  # refuses them
+        parser().parse_args(words)  # refuses them
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
     warn_once.are_seen()  # the tables of benchmarks show these warnings
@@ -213,19 +215,6 @@ and the published figure. Options that a claim does not have are refused.
 """
 
 
-_STEP = """\
-Show where the time of one training step in ONNX Runtime goes on this machine's CPU.
-
-It compares a whole step with eager torch in turn, as medians and quartiles; splits ORT's step into
-its session and the Python and torch code around it; shows from ORT's own profile the time of
-kernels, of copies, between kernels and by operator, next to torch's kernels where `ortlab bench
-kernels` has them; and measures the cost of ORT's idle threads, spinning or sleeping.
-
-It takes some minutes, 4 GB of memory and an otherwise idle machine. The exit status is 1 if ORT
-cannot train on this machine.
-"""
-
-
 def _add_bench(commands: Any) -> None:
     """Add the benchmarks; ``run`` of the parsed arguments executes them."""
     about = "show how fast each engine trains here, and where the time of a step goes"
@@ -254,15 +243,6 @@ def _add_bench(commands: Any) -> None:
         models={name: paper.title for name, paper in PAPERS.items()},
     )
     _add_claims(papers)
-    _add_benchmark(
-        parts,
-        "step",
-        about="where the time of one training step in ORT goes",
-        description=_STEP,
-        call="bench.step(steps=5)",
-        settings=StepSettings,
-        run=_bench_step,
-    )
 
 
 def _add_benchmark(
@@ -370,25 +350,6 @@ def _bench_papers(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
     return _bench(functools.partial(bench.papers, claim=given.claim), settings, parser, given)
 
 
-def _bench_step(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
-    """Run the step benchmark; return 130 without results if Ctrl-C interrupted it."""
-    chosen = _chosen(parser, given, StepSettings)
-    try:
-        result = bench.step(**chosen)
-    except ValueError as error:
-        parser.error(str(error))
-    except RuntimeError as error:
-        if not isinstance(error, Concise):
-            raise
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted before the measurement was complete", file=sys.stderr)
-        return 130
-    _tell(result, given)
-    return 0
-
-
 def _chosen(
     parser: argparse.ArgumentParser, given: argparse.Namespace, settings: type[Settings]
 ) -> dict[str, Any]:
@@ -412,9 +373,7 @@ def _file(given: argparse.Namespace) -> Path | None:
     return None if given.json in (None, "-") else Path(given.json)
 
 
-def _tell(
-    result: EngineBench | PaperBench | ClaimBench | StepBench, given: argparse.Namespace
-) -> None:
+def _tell(result: EngineBench | PaperBench | ClaimBench, given: argparse.Namespace) -> None:
     """Print the tables or the figures, and write the figures to the file that was named."""
     figures = json.dumps(result.as_dict(), indent=1)
     print(figures if given.json == "-" else result.markdown(), flush=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import ortlab
+from ortlab import bench
+from ortlab.cli import main
 from ortlab.engines.ortmodule import compat, graph_cache
 from ortlab.utils.findings import package_version
 
@@ -85,6 +87,15 @@ def test_cache() -> None:
     assert shown.startswith("1 exported graph, ")
     assert run("cache", "clear").stdout == f"removed {shown}"
     assert graph_cache.usage().graphs == 0
+
+
+def test_a_command_that_was_removed_names_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "step", "--model", "bert-768"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "ortlab bench step was removed; use ortlab bench engines --profile\n"
+    for name in ("step", "StepSettings"):
+        with pytest.raises(AttributeError, match=rf"{name} was removed; .*engines\(profile=True\)"):
+            getattr(bench, name)
 
 
 @pytest.mark.parametrize(

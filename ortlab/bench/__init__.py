@@ -1,19 +1,25 @@
-"""Benchmarks of ``ortlab bench``: speed of each engine, and the parts of a step's time."""
+"""Benchmarks of ``ortlab bench``: speed of each engine, and where the time of a step goes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
 from ortlab.bench import claims
-from ortlab.bench.settings import BenchSettings, PaperSettings, StepSettings
+from ortlab.bench.settings import BenchSettings, PaperSettings
 
 if TYPE_CHECKING:
     from ortlab.bench.claims.claim import ClaimBench
     from ortlab.bench.paper_report import PaperBench
-    from ortlab.bench.report import StepBench
     from ortlab.bench.result import EngineBench
 
-__all__ = ["BenchSettings", "PaperSettings", "StepSettings", "engines", "papers", "step"]
+__all__ = ["BenchSettings", "PaperSettings", "engines", "papers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("step", "StepSettings"):
+        instead = "use ortlab.bench.engines(profile=True)"
+        raise AttributeError(f"ortlab.bench.{name} was removed; {instead}")
+    raise AttributeError(f"module 'ortlab.bench' has no attribute {name!r}")
 
 
 def engines(**options: Any) -> EngineBench:
@@ -65,24 +71,3 @@ def papers(*, claim: str | None = None, **options: Any) -> PaperBench | ClaimBen
     names = settings.models.split(",")
     shapes = {name: PAPERS[name].shape(device, quick=settings.quick) for name in names}
     return paper_report.PaperBench(timing.engines(settings, models(shapes)), device, shapes)
-
-
-def step(**options: Any) -> StepBench:
-    """Measure the parts of a training step in ONNX Runtime on a CPU. Takes some minutes.
-
-    The result displays itself as Markdown in a notebook and has ``markdown()`` and ``as_dict()``.
-    Progress is reported to the callback in ``ortlab.engines.base.progress``.
-
-    Args:
-        **options: Fields of `StepSettings`.
-
-    Raises:
-        ValueError: If a name or a value is not valid.
-        EngineUnavailable: If ORT cannot run here.
-        ExportFailed: If the model cannot be exported.
-        SelfCheckFailed: If ORT's results differ from eager torch.
-    """
-    settings = StepSettings.of(options)
-    from ortlab.bench import parts  # heavy: torch
-
-    return parts.step(settings)

@@ -2,7 +2,8 @@
 
 Operators in torch are timed by `torch.profiler`, and those in ORT by ORT's own profile, both with
 forward and backward only. A few further steps of the whole tell how long each part takes without
-instrumentation. What those take beyond the operators is time between operators.
+instrumentation. What those take beyond the operators is time between operators, of which the time
+of Python and torch around ORT's sessions is a part of its own.
 """
 
 from __future__ import annotations
@@ -104,8 +105,9 @@ def profile(
     with no_gc():
         results = [stepper.step([batch], lr=0.0) for _ in range(STEPS)]
     own = copy.deepcopy(model).to(device)
+    around_us = 0.0
     if settings.model.engine in IN_ORT:
-        us = _in_ort(own, batch, settings, device)
+        us, around_us = _in_ort(own, batch, settings, device)
     else:
         us = _in_torch(own, to_device(batch, device), settings, device)
     return StepProfile(
@@ -117,13 +119,14 @@ def profile(
         optimizer_ms=statistics.median(each.optimizer_ms for each in results),
         kind_ms=sums((kind_of(op), took / 1e3) for op, took in us.items()),
         operator_ms={op: us[op] / 1e3 for op in sorted(us, key=lambda op: -us[op])},
+        around_ms=around_us / 1e3,
     )
 
 
 def _in_ort(
     model: nn.Module, batch: Batch, settings: FinetuneSettings, device: torch.device
-) -> dict[str, float]:
-    """Return the microseconds of each operator in ORT, and of those in torch between sessions."""
+) -> tuple[dict[str, float], float]:
+    """Return the microseconds of each operator, in ORT and in torch, and those around sessions."""
     own, precision = settings.model, settings.model.precision
     if own.engine == "ort":  # autocast sets its precision, the graph's kernels that of ORTModule
         own = own.replace(precision="fp32")
@@ -134,7 +137,8 @@ def _in_ort(
         found = profiler.profile(wrapped, batch, STEPS)
     if found.ort is None:
         raise ValueError(found.notes[-1])
-    return sums((node.op, node.us) for node in found.nodes)
+    around_us = sum(time.around_us for time in found.ort.phases.values())
+    return sums((node.op, node.us) for node in found.nodes), around_us
 
 
 def _in_torch(

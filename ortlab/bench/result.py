@@ -21,7 +21,7 @@ _TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
 """Relative tolerance of a mean loss or gradient norm against eager fp32, without dropout."""
 _ERRORS = 6
 """Number of standard errors added to the tolerance for different dropout masks."""
-BETWEEN, OPTIMIZER = "between operators", "optimizer"
+AROUND, BETWEEN, OPTIMIZER = "around ORT's sessions", "between operators", "optimizer"
 _SLOWED = 1.1
 """Factor by which a profiler slows a step down, from which on the table says so."""
 _OPERATORS = 10
@@ -148,6 +148,8 @@ class StepProfile:
         optimizer_ms: Time of the optimizer with clipping.
         kind_ms: Time of the operators in both passes, by kind.
         operator_ms: Same by name, in descending order.
+        around_ms: Time of Python and torch around ORT's sessions in both passes, without operators
+            that torch runs; 0 in engines that have none.
     """
 
     model: str
@@ -158,13 +160,15 @@ class StepProfile:
     optimizer_ms: float
     kind_ms: Mapping[str, float]
     operator_ms: Mapping[str, float]
+    around_ms: float = 0.0
 
     @property
     def part_ms(self) -> dict[str, float]:
         """Time of each kind of operator, of the optimizer, and of both passes between operators."""
-        passes_ms = self.forward_ms + self.backward_ms
-        between_ms = max(0.0, passes_ms - sum(self.kind_ms.values()))
-        return {**self.kind_ms, BETWEEN: between_ms, OPTIMIZER: self.optimizer_ms}
+        kinds_ms, passes_ms = sum(self.kind_ms.values()), self.forward_ms + self.backward_ms
+        around = {AROUND: self.around_ms} if self.around_ms else {}
+        between_ms = max(0.0, passes_ms - kinds_ms - self.around_ms)
+        return {**self.kind_ms, **around, BETWEEN: between_ms, OPTIMIZER: self.optimizer_ms}
 
     @property
     def step_ms(self) -> float:
@@ -175,6 +179,14 @@ class StepProfile:
     def slowdown(self) -> float:
         """Time of the parts over that of the step; above 1 if the profiler slows operators down."""
         return sum(self.part_ms.values()) / self.step_ms
+
+
+_WHOLES: Mapping[str, Callable[[StepProfile], float]] = {
+    "forward": lambda profile: profile.forward_ms,
+    "backward": lambda profile: profile.backward_ms,
+    "step": lambda profile: profile.step_ms,
+}
+"""Times without profiler, by name."""
 
 
 @dataclass(frozen=True)
@@ -440,7 +452,10 @@ class EngineBench:
                 [part, *(f"{each[part]:.3g}" if part in each else "-" for each in parts)]
                 for part in _parts(profiles)
             ]
-            rows.append(["step without profiler", *(f"{each.step_ms:.3g}" for each in profiles)])
+            rows += [
+                [f"{name} without profiler", *(f"{ms(each):.3g}" for each in profiles)]
+                for name, ms in _WHOLES.items()
+            ]
             lines += [
                 f"{about}: where a step goes, in ms:",
                 "",
@@ -549,7 +564,7 @@ def _parts(profiles: Sequence[StepProfile]) -> list[str]:
     for each in profiles:
         for part, ms in each.part_ms.items():
             sums[part] = sums.get(part, 0.0) + ms
-    last = (BETWEEN, OPTIMIZER)
+    last = [part for part in (AROUND, BETWEEN, OPTIMIZER) if part in sums]
     return [*sorted(sums.keys() - set(last), key=lambda part: -sums[part]), *last]
 
 

@@ -1,4 +1,4 @@
-"""Settings of benchmarks: options of ``bench engines``, ``bench papers`` and ``bench step``."""
+"""Settings of benchmarks: options of ``bench engines`` and ``bench papers``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
 from ortlab.settings import (
     ENGINES,
-    KERNELS,
     PRECISIONS,
     REFERENCE,
     SAME_ENGINE,
@@ -136,30 +135,3 @@ class PaperSettings(BenchSettings):
         """
         published = {} if device == "cpu" else {"precisions": "fp16"}
         return cls.of(published | dict(options))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings(Settings):
-    """Settings of ``bench step``."""
-
-    model: str = setting("bert-768", choices=tuple(MODELS), help="model to train; see below")
-    precision: str = setting("fp32", choices=("fp32", "bf16"), help="precision of matrix products")
-    kernels: str = setting(
-        "measured",
-        choices=KERNELS,
-        help="kernels in ORT's graph: the measured fastest, torch's and ortlab's wherever "
-        "available, or ORT's only",
-    )
-    steps: int = setting(
-        20,
-        minimum=1,
-        help="measured steps of each engine, in turns; a short step is the mean of several",
-    )
-    threads: int | None = setting(
-        None,
-        minimum=1,
-        help="threads that torch and ORT compute with, torch's default if unset",
-    )
-    quick: bool = setting(
-        False, help="a tiny model, to test that everything runs here; not a benchmark"
-    )

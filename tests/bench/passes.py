@@ -9,16 +9,40 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 import ortlab
-from ortlab.engines.ortmodule.compat import profiling
 from ortlab.engines.ortmodule.engine import execution_of
 
 LAYERS, WIDTH, ROWS = (4, 40, 120), 8, 4
 ROUNDS, CALLS, WARMUP = 15, 40, 40
+
+
+class Timed:
+    """Execution agent that adds up the seconds of its runs; otherwise the same as `agent`."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self.took_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def run_forward(self, *args: Any) -> Any:
+        return self._add(self._agent.run_forward, args)
+
+    def run_backward(self, *args: Any) -> Any:
+        return self._add(self._agent.run_backward, args)
+
+    def _add(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        started = time.perf_counter()
+        found = run(*args)
+        self.took_s += time.perf_counter() - started
+        return found
 
 
 class Case:
@@ -34,7 +58,8 @@ class Case:
         self._x, self._gradient = torch.randn(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
         self.pass_ms(self.wrapped)
         (export,) = execution_of(self.wrapped).exports()
-        self._manager = export.manager
+        self._session = Timed(export.manager._execution_agent)
+        export.manager._execution_agent = self._session
         for _ in range(WARMUP):
             self.pass_ms(self.wrapped)
             self.pass_ms(self.eager)
@@ -57,9 +82,9 @@ class Case:
 
     def beside_session_ms(self) -> float:
         """Return the milliseconds of a forward and a backward in ORT, minus the session's time."""
-        with profiling.timed(self._manager) as session:
-            whole = self.pass_ms(self.wrapped)
-        return whole - (session.forward_s + session.backward_s) * 1e3
+        before_s = self._session.took_s
+        whole = self.pass_ms(self.wrapped)
+        return whole - (self._session.took_s - before_s) * 1e3
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import ortlab
 from ortlab import bench
 from ortlab.bench import interleaved, machine, models, profiled, roofline, timing
 from ortlab.bench.interleaved import Spread
-from ortlab.bench.result import BETWEEN, OPTIMIZER, Difference, EngineBench, Floor
+from ortlab.bench.result import AROUND, BETWEEN, OPTIMIZER, Difference, EngineBench, Floor
 from ortlab.bench.settings import BenchSettings
 from ortlab.engines.base import progress
 from ortlab.engines.ortmodule import compat, graph_cache
@@ -474,8 +474,9 @@ def test_profiles_add_up_to_a_step(measured: EngineBench) -> None:
         assert parts[OPTIMIZER] == each.optimizer_ms > 0
         operators_ms = sum(each.operator_ms.values())
         assert sum(each.kind_ms.values()) == pytest.approx(operators_ms)
-        passes_ms = each.forward_ms + each.backward_ms
-        assert operators_ms + parts[BETWEEN] == pytest.approx(max(passes_ms, operators_ms))
+        assert (each.around_ms > 0) == (AROUND in parts) == (each.engine == "ortmodule")
+        passes_ms, told_ms = each.forward_ms + each.backward_ms, operators_ms + each.around_ms
+        assert told_ms + parts[BETWEEN] == pytest.approx(max(passes_ms, told_ms))
 
 
 def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
@@ -483,6 +484,8 @@ def test_profiles_stand_side_by_side(measured: EngineBench) -> None:
     columns = [f"{each.engine} {each.precision}" for each in measured.profiles]
     assert f"|  | {' | '.join(columns)} |" in shown
     assert "| matrix products | " in shown
+    backward = " | ".join(f"{each.backward_ms:.3g}" for each in measured.profiles)
+    assert f"| backward without profiler | {backward} |" in shown
     assert "- eager fp32: " in shown
     first, *rest = measured.profiles
     slowed = dataclasses.replace(first, forward_ms=0.0, backward_ms=0.0)

@@ -22,7 +22,6 @@ LONG = (
 """Files that take about a minute or more each, the longest first."""
 SLOW = (
     "browser/",
-    "bench/test_step.py",
     "cluster/",
     "deploy/test_torchrun_script.py",
     "engines/distributed/",

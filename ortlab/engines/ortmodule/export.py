@@ -523,29 +523,6 @@ class Export:
         """True if the last session could not start its thread pool and runs on one thread."""
         return bool(self.manager._runtime_options.without_workers)
 
-    def spinning_twin(self) -> Export:
-        """Return an export of the same graph with a session of its own, whose idle threads spin."""
-        twin = self._unopened(self.graph_to_run())
-        twin.manager._runtime_options.spinning = True
-        return self._opened(twin)
-
-    def ort_graph(self) -> onnx.ModelProto:
-        """Return the graph that the session would run with ORT's own kernels only.
-
-        Takes seconds if the session runs other kernels.
-
-        Raises:
-            ValueError: If ORT does not report the graph on this device.
-        """
-        if not self.manager._runtime_options.torch_kernels:
-            return self.graph_to_run()
-        built = onnx.ModelProto()
-        built.CopyFrom(self.manager._onnx_models.optimized_model)
-        found = restoring.open_session(self._unopened(built).manager)
-        if found is None:
-            raise ValueError("ORT reports the graph that a session runs only on a CPU")
-        return onnx.load_model_from_string(found)
-
     @property
     def ort_plans(self) -> tuple[str, ...]:
         """ORT's own recompute plans that the session applies, such as "BiasGelu+:1:-1"."""
@@ -640,7 +617,11 @@ class Export:
         self, edited: onnx.ModelProto, configure: Callable[[Any], None] | None = None
     ) -> Export:
         """Return an export that runs `edited`, a changed `graph_to_run`, for the same calls."""
-        return self._opened(self._unopened(edited), configure)
+        twin = self._unopened(edited)
+        # A session optimizes the graph unless that is done.
+        optimized = None if self._optimized is None else edited.SerializeToString()
+        twin._open_session(optimized, configure)
+        return twin
 
     def _unopened(self, graph: onnx.ModelProto) -> Export:
         """Return an export of `graph` for the same calls, without a session."""
@@ -659,13 +640,6 @@ class Export:
         target._onnx_models.optimized_model = graph
         if self.gradient:
             target._gradient_map = source._gradient_map
-        return twin
-
-    def _opened(self, twin: Export, configure: Callable[[Any], None] | None = None) -> Export:
-        """Return `twin` with its session, which optimizes the graph unless that is done."""
-        graph = twin.manager._onnx_models.optimized_model
-        optimized = None if self._optimized is None else graph.SerializeToString()
-        twin._open_session(optimized, configure)
         return twin
 
 

@@ -406,7 +406,6 @@ def _set(manager: Any, settings: EngineSettings) -> None:
     options.enable_cpu_mem_arena = own.arena  # for `restoring.open_session`
     without = settings.kernels == "ort" or recomputes(settings)
     options.torch_kernels = "" if without else settings.kernels
-    options.spinning = False  # ORT's idle threads; read by `restoring.open_session`
     options.without_workers = False  # set by it if a session cannot start its thread pool
     options.low_precision = settings.precision == "bf16"
     options.tf32 = settings.precision == "tf32"  # for `restoring.open_session`

@@ -134,6 +134,23 @@ def test_tf32_is_an_option_of_orts_cuda_provider(precision: str) -> None:
     assert cpu == {}
 
 
+@pytest.mark.parametrize("kernels", ["ort", "torch"])
+def test_the_idle_threads_of_a_session_sleep(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of the session that trains show it, whoever computes."""
+    import onnxruntime
+
+    spins: list[str] = []
+    session = onnxruntime.InferenceSession
+
+    def noted(model: Any, options: Any, *rest: Any) -> Any:
+        spins.append(options.get_session_config_entry("session.intra_op.allow_spinning"))
+        return session(model, options, *rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", noted)
+    trained(Net(), kernels=kernels)
+    assert spins[-1] == "0"
+
+
 # ---- each option ---------------------------------------------------------------------------------
 
 

@@ -344,11 +344,11 @@ def _in_file_order(options: Any) -> None:
 
 def _as_wished(runtime: Any) -> list[Callable[[Any], None]]:
     """Return the changes to session options that ORTModule's options `runtime` request."""
-    found: list[Callable[[Any], None]] = [
+    return [
         functools.partial(_with_arena, runtime.enable_cpu_mem_arena),
         with_threads_of_torch,
+        plain_onnxruntime.let_threads_sleep,
     ]
-    return found if runtime.spinning else [*found, plain_onnxruntime.let_threads_sleep]
 
 
 def _with_arena(on: bool, options: Any) -> None:

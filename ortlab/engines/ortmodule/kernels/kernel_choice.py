@@ -31,7 +31,6 @@ from ortlab.engines.ortmodule.kernels.substitutes import (
     Substitution,
     Value,
     attributes,
-    substitute,
 )
 from ortlab.utils import files
 from ortlab.utils.onnx_shapes import follows, size_of
@@ -110,16 +109,6 @@ class KernelChoice:
                 return False
         return timing.torch_us < timing.ort_us
 
-    def known(self, found: Substitution, graph: Graph) -> Timing | None:
-        """Return the cached time of a replacement, or None if there is none or sizes are unknown.
-
-        Args:
-            found: Replacement.
-            graph: Graph that it belongs to.
-        """
-        feeds = self._feeds(found.replaced, graph)
-        return None if feeds is None else self._known.get(_name(found, feeds))
-
     def keep(self) -> None:
         """Add new times to the user's cache file, if it can be written."""
         if self._new:
@@ -147,34 +136,6 @@ class KernelChoice:
                 return None
             found[name] = tuple(sizes)
         return found
-
-
-def kept(
-    model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], *, low: bool
-) -> dict[str, Timing]:
-    """Return the cached times of a graph's nodes without measuring anything.
-
-    Args:
-        model: Graph with ORT's own kernels only. It is modified.
-        shapes: Shape of each graph input, keyed by its name.
-        low: True if products use bfloat16. They then have no times, as they are always replaced.
-
-    Returns:
-        Times by node name, which is also the replacement's name. If a replacement stands for
-        several nodes, the name is that of the first.
-    """
-    chosen = KernelChoice(model.graph.input, shapes)
-    found: dict[str, Timing] = {}
-
-    def better(pair: Substitution, graph: Graph) -> bool:
-        timing = chosen.known(pair, graph)
-        if timing is None:
-            return False
-        found[pair.replaced[0].name] = timing
-        return timing.torch_us < timing.ort_us
-
-    substitute(model, low=low, better=better)
-    return found
 
 
 def _name(found: Substitution, feeds: Mapping[str, tuple[int, ...]]) -> str:
