@@ -16,7 +16,6 @@ from ortlab.engines import compatibility
 from ortlab.engines.distributed.deepspeed_config import BUCKET
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
-MISSING = compatibility.deepspeed_missing()
 MIB = 2**20
 STATE = {"parameters": 40 * MIB, "gradients": 40 * MIB, "optimizer_state": 80 * MIB, "host": 0}
 STEP = StepMemory(10 * MIB, 10 * MIB, 5.0 * MIB, 2.0 * MIB)
@@ -89,14 +88,13 @@ def test_the_table_has_predictions_beside_measurements() -> None:
 
 
 @LINUX
-@pytest.mark.parametrize("stage", [0, 1])
-def test_ranks_hold_their_shard(stage: int) -> None:
-    found = answer(4, options={"zero_stage": stage})
+def test_ranks_hold_their_shard() -> None:
+    found = answer(4, options={"zero_stage": 1})
     assert found["fits"]
     state = found["state_bytes"]
     assert state["gradients"] == pytest.approx(state["parameters"], rel=0.01)
-    whole = 2 * state["parameters"] >> stage
-    assert state["optimizer_state"] == pytest.approx(whole, rel=0.1)  # whole tensors, or padded
+    half = state["parameters"]  # of two moments
+    assert state["optimizer_state"] == pytest.approx(half, rel=0.1)  # whole tensors, or padded
     assert found["peak_bytes"] > sum(state.values())
 
 
@@ -114,17 +112,25 @@ def test_an_error_of_a_rank_is_no_lack_of_memory() -> None:
 
 
 @LINUX
+def test_what_an_engine_cannot_is_not_tried() -> None:
+    measured = ZeroBatches(ZeroSettings(engines="ort"))
+    measured.measure("bert-128", "ort", 2, 3, STEP)
+    (cell,) = measured.cells
+    assert cell.largest.trials == ()
+    reason = "DeepSpeed" if compatibility.deepspeed_missing() else "choose zero_stage=2"
+    assert reason in cell.largest.error
+
+
+@LINUX
 @pytest.mark.slow
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_zero_as_a_whole() -> None:
-    given = {"engines": "ort", "workers": "2", "stages": "2,3", "quick": True}
-    result = bench.papers(claim="zero", **given)
-    second, third = json.loads(json.dumps(result.as_dict(), allow_nan=False))["here"]["cells"]
-    assert second["rows"] < second["refused_rows"] <= 2 * second["rows"]
-    assert second["peak_bytes"] <= result.figures["limit_bytes"]
-    predicted = second["predicted_state_bytes"]
-    assert second["state_bytes"]["optimizer_state"] == pytest.approx(
-        predicted["optimizer_state"], rel=0.1
+    given = {"models": "bert-128", "engines": "eager", "workers": "2", "stages": "1"}
+    result = bench.papers(claim="zero", **given, quick=True)
+    here = json.loads(json.dumps(result.as_dict(), allow_nan=False))["here"]
+    (cell,) = here["cells"]
+    assert cell["rows"] < cell["refused_rows"] <= 2 * cell["rows"]
+    assert cell["peak_bytes"] <= here["limit_bytes"]
+    assert cell["state_bytes"]["optimizer_state"] == pytest.approx(
+        cell["predicted_state_bytes"]["optimizer_state"], rel=0.1
     )
-    assert "choose zero_stage=2" in third["error"]
-    assert f"| {second['rows']} |" in result.markdown()
+    assert f"| {cell['rows']} |" in result.markdown()

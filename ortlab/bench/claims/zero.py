@@ -174,7 +174,7 @@ class ZeroBatches(LargestBatches):
             self._steps.setdefault(model, {})[engine] = step
             for workers in counts[: 2 if given.quick else None]:
                 for stage in map(int, given.stages.split(",") if workers > 1 else "0"):
-                    self._search(model, engine, workers, stage, step)
+                    self.measure(model, engine, workers, stage, step)
 
     def _step(self, model: str, engine: str) -> StepMemory:
         """Measure one process with two batches whose peaks are beyond the limit."""
@@ -197,7 +197,16 @@ class ZeroBatches(LargestBatches):
             rows *= 2
         return StepMemory.of(*beyond)
 
-    def _search(self, model: str, engine: str, workers: int, stage: int, step: StepMemory) -> None:
+    def measure(self, model: str, engine: str, workers: int, stage: int, step: StepMemory) -> None:
+        """Add a row, with the reason where ranks cannot train so.
+
+        Args:
+            model: Name of the model.
+            engine: Name of the engine.
+            workers: Number of ranks.
+            stage: Stage of ZeRO.
+            step: Memory of steps in one process.
+        """
         options = {"workers": workers, "zero_stage": stage} if workers > 1 else {}
         set_up = SetUp(f"{engine}, {counted(workers, 'worker')}, stage {stage}", engine, options)
         chosen = FinetuneSettings.of({"engine": engine, "device": "cpu", **options})
