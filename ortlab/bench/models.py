@@ -60,12 +60,15 @@ def _ids(vocabulary: int, *shape: int) -> torch.Tensor:
     return torch.randint(vocabulary, shape)
 
 
-def _bert(quick: bool, *, layers: int, hidden: int, rows: int, tokens: int) -> Task:
+def _bert(
+    quick: bool, *, layers: int, hidden: int, rows: int, tokens: int, vocabulary: int
+) -> Task:
     """Return a classifier and a batch without padding, with the attention mask of a tokenizer."""
     import torch  # heavy: torch
     from transformers import BertConfig, BertForSequenceClassification  # heavy: transformers
 
-    layers, hidden, vocabulary = (1, 32, 100) if quick else (layers, hidden, 30522)
+    if quick:
+        layers, hidden, vocabulary = 1, 32, 100
     config = BertConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -198,9 +201,11 @@ def _classes(number: int, **more: Any) -> dict[str, Any]:
     return _common(num_labels=number, problem_type="single_label_classification", **more)
 
 
-def _berts(layers: int, hidden: int, rows: int, tokens: int) -> Model:
+def _berts(layers: int, hidden: int, rows: int, tokens: int, vocabulary: int = 30522) -> Model:
     about = f"BERT {layers} x {hidden}, {rows} x {tokens} tokens"
-    build = functools.partial(_bert, layers=layers, hidden=hidden, rows=rows, tokens=tokens)
+    build = functools.partial(
+        _bert, layers=layers, hidden=hidden, rows=rows, tokens=tokens, vocabulary=vocabulary
+    )
     return Model(about, build)
 
 
@@ -217,3 +222,6 @@ MODELS = {
     "mobilenet-v2": Model("MobileNetV2, 16 images of 64 x 64", _mobilenet),
     "lstm-256": Model("LSTM 2 x 256, 32 x 64 tokens", _lstm),
 }
+
+HEAVY = {"bert-512/16x16": _berts(4, 512, 16, 16, vocabulary=8192)}
+"""Models whose parameters take more memory than their activations, for claims about the former."""

@@ -66,7 +66,7 @@ class LargestBatches:
         heads += ["predicted batch", "error", "predicted peak", "error"]
         rows = [self._row(each) for each in self.found]
         lines += [*table(heads, rows), "", *self._verdict(), METHOD]
-        return [*lines, *(f"- {line}" for line in map(_ended, self.found) if line)]
+        return [*lines, *(f"- {line}" for line in map(ended, self.found) if line)]
 
     def _row(self, each: Largest) -> list[str]:
         if each.rows is None:
@@ -84,8 +84,8 @@ class LargestBatches:
             str(each.rows),
             ratio,
             *own,
-            *_predicted(each.predicted_rows, each.rows_error, str, each.unplanned),
-            *_predicted(each.predicted_bytes, each.bytes_error, memory, ""),
+            *beside(each.predicted_rows, each.rows_error, str, each.unplanned),
+            *beside(each.predicted_bytes, each.bytes_error, memory, ""),
         ]
 
     def _verdict(self) -> list[str]:
@@ -106,17 +106,28 @@ class LargestBatches:
 _BAR = 0.05
 
 
-def _predicted(
+def beside(
     value: int | None, error: float | None, text: Callable[[int], str], without: str
 ) -> Sequence[str]:
-    """Return a predicted value and its error as text, `without` if there is none."""
+    """Return a predicted value and its relative error as cells of a table.
+
+    Args:
+        value: The value, None if there is none.
+        error: Its relative error, None if it is unknown.
+        text: Returns a value as text.
+        without: Text in place of a value.
+    """
     if value is None:
         return [without, ""]
     return [text(value), "" if error is None else f"{error:+.1%}"]
 
 
-def _ended(each: Largest) -> str:
-    """Return the error of a set-up, or of the batch that did not fit."""
+def ended(each: Largest) -> str:
+    """Return the error of a set-up, or of the batch that did not fit.
+
+    Args:
+        each: Result of the set-up.
+    """
     if each.error:
         return f"{each.model}, {each.set_up}: {each.error}"
     return f"{each.model}, {each.set_up}, batch {each.refused_rows}: {each.why}"

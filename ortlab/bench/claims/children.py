@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -12,6 +13,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ortlab.utils import scratch
 
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 """Setting with which glibc returns freed memory at once (mallopt(3)), the same for every engine.
@@ -46,13 +49,15 @@ class Request:
     Attributes:
         model: Name of a model of `ortlab bench engines` or `papers`.
         engine: Name of the engine.
-        rows: Samples of the batch.
-        options: Settings of the engine.
+        rows: Samples of the batch; of each rank's part of it where several train together.
+        options: Settings of the engine, with ``workers`` where several processes train together.
         checkpointing: True to turn on torch's checkpointing.
         limit_bytes: Memory beyond that of the libraries; None for no limit.
         predict_bytes: Memory for which the largest batch is to be predicted; 0 for no prediction.
         threads: Threads that torch and ORT compute with, torch's default if None.
         quick: True for a tiny model.
+        rank: Rank of the process among those that train together.
+        store: File through which they find each other; "" for a process that trains alone.
     """
 
     model: str
@@ -64,6 +69,13 @@ class Request:
     predict_bytes: int = 0
     threads: int | None = None
     quick: bool = False
+    rank: int = 0
+    store: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Number of processes that train together."""
+        return int(self.options.get("workers", 1))
 
 
 def _counts_memory(request: Request) -> bool:
@@ -132,14 +144,65 @@ class Child:
             return {"fits": False, "why": last}
         return {"error": f"the process ended with status {status}: {last or 'no message'}"}
 
-    def close(self) -> None:
-        """End the process."""
+    def kill(self) -> None:
+        """End the process, so that no thread waits for its answer anymore."""
         self._process.kill()
+
+    def close(self) -> None:
+        """End the process and close its streams."""
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+class Children:
+    """Processes that train a set-up together, over loopback.
+
+    Args:
+        request: What they are asked to do.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._folder = scratch.folder("claim")
+        store = str(self._folder / "store")
+        self._ranks = [
+            Child(dataclasses.replace(request, rank=rank, store=store))
+            for rank in range(request.workers)
+        ]
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer of the rank with the highest peak; ``fits`` is False if one ran out.
+
+        Raises:
+            TrialFailed: If a rank failed for another reason than memory.
+        """
+        answers, errors = [], []
+        with concurrent.futures.ThreadPoolExecutor(len(self._ranks)) as pool:
+            pending = [pool.submit(rank.answer) for rank in self._ranks]
+            try:
+                for done in concurrent.futures.as_completed(pending):
+                    try:
+                        answers.append(done.result())
+                    except TrialFailed as error:
+                        errors.append(error)
+                        continue
+                    if not answers[-1]["fits"]:
+                        return answers[-1]
+            finally:
+                for rank in self._ranks:  # those that wait for another one would not answer
+                    rank.kill()
+        if errors:  # that of another rank's failure says nothing
+            raise min(errors, key=lambda error: "RankFailed" in str(error))
+        return max(answers, key=lambda answer: int(answer["peak_bytes"]))
+
+    def close(self) -> None:
+        """End the processes."""
+        for rank in self._ranks:
+            rank.close()
+        scratch.remove(self._folder)
 
 
 @contextlib.contextmanager
@@ -149,8 +212,16 @@ def child(request: Request) -> Iterator[Child]:
     Args:
         request: What it is asked to do.
     """
-    found = Child(request)
-    try:
+    with contextlib.closing(Child(request)) as found:
         yield found
-    finally:
-        found.close()
+
+
+@contextlib.contextmanager
+def children(request: Request) -> Iterator[Child | Children]:
+    """Run the processes that a set-up trains in until the block ends.
+
+    Args:
+        request: What they are asked to do.
+    """
+    with contextlib.closing(Children(request) if request.workers > 1 else Child(request)) as found:
+        yield found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ortlab.bench.claims.children import Request, SetUp, TrialFailed, child
+from ortlab.bench.claims.children import Request, SetUp, TrialFailed, child, children
 from ortlab.bench.claims.claim import ClaimSettings
-from ortlab.bench.models import MODELS
+from ortlab.bench.models import HEAVY, MODELS
 from ortlab.bench.papers import PAPERS
 from ortlab.engines.base import tell
 from ortlab.settings import ENGINES, setting
@@ -86,6 +86,36 @@ class RecomputeSettings(SearchSettings):
     rounds: int = setting(5, minimum=1, help="measured rounds; in each, every set-up has a turn")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings(SearchSettings):
+    """Settings of the claim about ZeRO."""
+
+    models: str = setting(
+        "bert-512/16x16",
+        choices=(*HEAVY, *MODELS, *PAPERS),
+        many=True,
+        help="models to train, separated by commas",
+    )
+    engines: str = setting(
+        "eager,ort",
+        choices=("eager", "ort"),
+        many=True,
+        help="engines to compare, separated by commas",
+    )
+    workers: str = setting(
+        "1,2,4",
+        choices=("1", "2", "4", "8"),
+        many=True,
+        help="numbers of processes that train together",
+    )
+    stages: str = setting(
+        "0,1,2,3",
+        choices=("0", "1", "2", "3"),
+        many=True,
+        help="stages of ZeRO; one process alone has nothing to shard",
+    )
+
+
 @dataclass(frozen=True)
 class Largest:
     """Largest batch of a set-up.
@@ -98,6 +128,7 @@ class Largest:
         why: The error of that batch.
         library_bytes: Memory of the process before it builds the model.
         peak_bytes: Peak of the process beyond `library_bytes`, with the largest batch.
+        state_bytes: Its parameters, gradients and optimizer state, by the fields of `StateBytes`.
         predicted_rows: Largest batch by ortlab's plan, None without one, see `unplanned`.
         predicted_bytes: Peak with the largest batch by that plan.
         unplanned: Reason why no batch is predicted.
@@ -117,6 +148,7 @@ class Largest:
     unplanned: str = ""
     trials: tuple[tuple[int, bool], ...] = ()
     error: str = ""
+    state_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def rows_error(self) -> float | None:
@@ -176,14 +208,23 @@ class Search:
         set_up: The set-up.
         limit_bytes: Memory beyond that of the libraries.
         settings: Settings of the claim.
+        close: Relative difference between the largest batch and one that does not fit at which the
+            search ends; 0 for neighbors.
     """
 
     def __init__(
-        self, model: str, set_up: SetUp, limit_bytes: int, settings: ClaimSettings
+        self,
+        model: str,
+        set_up: SetUp,
+        limit_bytes: int,
+        settings: ClaimSettings,
+        *,
+        close: float = 0.0,
     ) -> None:
         self._set_up = set_up
         self._limit_bytes = limit_bytes
         self._quick = settings.quick
+        self._close = close
         self._probe = Request(
             model,
             set_up.engine,
@@ -208,8 +249,9 @@ class Search:
             if predicted:
                 hint = by_plan
             start = hint or (FIRST_ROWS_QUICK if self._quick else FIRST_ROWS)
-            step = max(1, start // 8) if hint and not self._quick else start
-            close = 1.0 if self._quick else 0.0
+            near = int(start * self._close) or start // 8
+            step = max(1, near) if hint and not self._quick else start
+            close = 1.0 if self._quick else self._close
             rows, refused = bisected(self._fits, start=start, step=step, close=close)
         except (TrialFailed, ValueError) as error:
             return dataclasses.replace(found, error=str(error), trials=self._trials())
@@ -225,6 +267,7 @@ class Search:
             unplanned=unplanned or f"more than {len(predicted)}",
             predicted_bytes=predicted[rows - 1] if 0 < rows <= len(predicted) else None,
             trials=self._trials(),
+            state_bytes=at.get("state_bytes", {}),
         )
 
     def _predicted(self) -> tuple[list[int], str]:
@@ -243,7 +286,7 @@ class Search:
 
     def _fits(self, rows: int) -> bool:
         limited = dataclasses.replace(self._probe, rows=rows, limit_bytes=self._limit_bytes)
-        with child(limited) as trial:
+        with children(limited) as trial:
             answer = self._answers[rows] = trial.answer()
         told = "fits" if answer["fits"] else "does not fit"
         tell(f"{self._probe.model}, {self._set_up.label}: batch {rows} {told}")

@@ -12,6 +12,7 @@ whether it is used or not.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -28,7 +29,9 @@ from ortlab.bench.claims.children import Request
 from ortlab.bench.interleaved import TimedTrial
 from ortlab.bench.papers import PAPERS
 from ortlab.bench.papers import models as paper_models
-from ortlab.engines.base import wrapped_model
+from ortlab.cluster import rank as ranks
+from ortlab.engines.base import LossFunction, ShardedStepper, wrapped_model
+from ortlab.engines.distributed import steppers
 from ortlab.engines.registry import engine
 from ortlab.engines.torch.thread_count import threads
 from ortlab.settings import FinetuneSettings
@@ -46,6 +49,8 @@ _CAPTURES = 3
 """Most graphs that a prediction captures to find that of the largest batch."""
 _STEPS = 3
 """Steps that must fit; from the second on there is the optimizer's state, too."""
+_WAIT_S = 300.0
+"""Seconds that a rank waits for another one."""
 
 
 class Trial:
@@ -73,7 +78,7 @@ class Trial:
             _, highest = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (most, highest))
         model, batch = build(request.model, quick=request.quick)
-        self._batch = of_rows(batch, request.rows)
+        self._batch = of_rows(batch, request.rows * request.workers)
         if request.checkpointing:
             cast("Any", model).gradient_checkpointing_enable()
         self.wrapped = engine(request.engine).wrap(model, self._settings.model)
@@ -86,15 +91,33 @@ class Trial:
         model = nn.Linear(2, 2)
         # The first session of a process decides for all later ones whether ORT's provider has an
         # arena: onnxruntime-training 1.19.2 caches the provider by its options alone.
-        arena = {n: v for n, v in self._request.options.items() if n == "arena"}
+        kept = ("arena", "workers", "zero_stage")
+        options = {name: v for name, v in self._request.options.items() if name in kept}
         plain = FinetuneSettings.of(
-            {"engine": self._request.engine, "cache": False, "device": "cpu", **arena}
+            {"engine": self._request.engine, "cache": False, "device": "cpu", **options}
         )
-        stepper = engine(plain.model.engine).prepare(model, nn.functional.mse_loss, plain)
-        stepper.step([(torch.ones(2, 2), torch.ones(2, 2))], lr=0.0)
+        if self._request.store:
+            self._join()
+        stepper = self._prepared(model, nn.functional.mse_loss, plain)
+        rows = torch.ones(self._request.workers, 2)
+        stepper.step([(rows, rows)], lr=0.0)
         stepper.close()
 
-    def begin(self) -> dict[str, int]:
+    def _join(self) -> None:
+        """Join the processes that train together."""
+        number, count = self._request.rank, self._request.workers
+        ranks.take_place(ranks.Place(number, count, number, count, torch.get_num_threads()))
+        ranks.join_group(self._request.store, "gloo", "lo", _WAIT_S)
+
+    def _prepared(
+        self, model: nn.Module, loss: LossFunction | None, settings: FinetuneSettings
+    ) -> ShardedStepper:
+        chosen = engine(settings.model.engine)
+        if self._request.store:
+            return steppers.prepare(chosen, model, loss, settings)
+        return cast("ShardedStepper", chosen.prepare(model, loss, settings))
+
+    def begin(self) -> dict[str, Any]:
         """Make the first steps and return the memory that they took, in bytes."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM, proc(5)
         for _ in range(_STEPS):
@@ -107,6 +130,7 @@ class Trial:
             "library_bytes": before["VmData"],
             "peak_bytes": touched + max(0, untouched),
             "idle_bytes": now["VmData"] - before["VmData"] - self._gradient_bytes(),
+            "state_bytes": dataclasses.asdict(self._stepper.bytes()),
         }
 
     def _gradient_bytes(self) -> int:
@@ -119,9 +143,8 @@ class Trial:
         self._turns += 1
         batch = self._batch
         if self._trial is None:
-            chosen = engine(self._request.engine)
             self._trial = TimedTrial(
-                lambda: chosen.prepare(self.wrapped, None, self._settings),
+                lambda: self._prepared(self.wrapped, None, self._settings),
                 [batch],
                 lr=0.0,
                 seed=self._turns,
@@ -132,7 +155,12 @@ class Trial:
             return self._trial.first_step_s * 1e3
         return self._trial.turn([[batch]], seed=self._turns)
 
-    def predicted(self, taken: Mapping[str, int], limit_bytes: int) -> list[int]:
+    @property
+    def _stepper(self) -> ShardedStepper:
+        assert self._trial is not None
+        return cast("ShardedStepper", self._trial.stepper)
+
+    def predicted(self, taken: Mapping[str, Any], limit_bytes: int) -> list[int]:
         """Return the predicted peak in bytes for batches from one sample on.
 
         The plan knows the tensors of a step. What Python and ORT keep besides is what was measured
@@ -178,8 +206,9 @@ def build(name: str, *, quick: bool) -> tuple[nn.Module, Batch]:
         name: Name of the model.
         quick: True for a tiny model.
     """
-    if name in models.MODELS:
-        return models.build(name, quick=quick)
+    ours = {**models.MODELS, **models.HEAVY}
+    if name in ours:
+        return models.build(name, quick=quick, known=ours)
     known = paper_models({name: PAPERS[name].shape("cpu", quick=quick)})
     return models.build(name, quick=quick, known=known)
 
