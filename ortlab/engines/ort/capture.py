@@ -127,7 +127,6 @@ class CompiledGraph:
     Attributes:
         phase: Forward or backward pass of training, or inference.
         division: Its segments.
-        seconds: Time of the compilation, without Dynamo's capture.
         step: Forward and backward pass that it belongs to.
         recompute: What the backward pass computes again.
         calls: Number of calls so far.
@@ -138,7 +137,6 @@ class CompiledGraph:
 
     phase: Phase
     division: Division
-    seconds: float
     step: Step
     recompute: Recompute
     calls: int = 0
@@ -252,15 +250,13 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             step: Forward and backward pass that it belongs to.
             recompute: What the backward pass computes again.
         """
-        started = time.perf_counter()
         with unset_fake_temporarily():
             if phase == "inference":
                 draws.take_out(module)
             division = divide(module, severity=self.severity)
         if self.self_check:
             check.check_first_calls(division.ort_segments(), _warn)
-        seconds = time.perf_counter() - started
-        made = CompiledGraph(phase, division, seconds, step, recompute)
+        made = CompiledGraph(phase, division, step, recompute)
         self.graphs.append(made)
         self.save(len(self.graphs) - 1)
         return made

@@ -55,10 +55,12 @@ class CompileLog:
 
     Attributes:
         count: Number of compilations so far.
+        seconds: Time of these compilations: torch's capture of the code, and ORT's sessions.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.count = 0
+        self.seconds = 0.0
         self._note = note
         self._name = f"ortlab model {next(_NUMBERS)}"
         self._tokens: list[Token[CompileLog | None]] = []
@@ -172,6 +174,7 @@ class CompileLog:
 
     def _add(self, metrics: Any) -> None:
         self.count += 1
+        self.seconds += metrics.entire_frame_compile_time_s or 0.0
         code = str(metrics.compile_id).partition("/")[0]
         if metrics.co_filename:
             self._places[code] = _place(metrics.co_filename, metrics.co_firstlineno)
