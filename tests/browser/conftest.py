@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 from tests.browser.lab import (
     CHROMIUM_ARGUMENTS,
@@ -26,6 +26,10 @@ from tests.support.waiting import HANGS_S
 
 expect.set_options(timeout=1000 * HANGS_S)
 
+SIZE = {"width": 1280, "height": 1000}
+SHARING = ("test_chart_tools_in_lab.py",)
+"""Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
+FAILED = pytest.StashKey[bool]()
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
 """JupyterLab's own unhandled rejection when a kernel ends just after a subshell was requested. It
 requests one when a page's widgets are restored.
@@ -81,18 +85,41 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     return server
 
 
+@pytest.fixture(scope="module")
+def pages() -> list[Page]:
+    """Keep the page that the tests of a module share: JupyterLab takes 8 s of CPU time to load."""
+    return []
+
+
 @pytest.fixture
-def page(chromium: Browser) -> Iterator[Page]:
-    """Open a fresh page whose script errors fail the test."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
-    context.set_default_timeout(1000 * HANGS_S)
-    page = context.new_page()
+def page(chromium: Browser, pages: list[Page], request: pytest.FixtureRequest) -> Iterator[Page]:
+    """Return a page whose script errors fail the test: the module's in `SHARING`, or a new one.
+
+    The one that a failed test had is not used again.
+    """
+    marked = request.node.get_closest_marker("own_page") is not None
+    own = marked or request.path.name not in SHARING
+    if own or not pages:
+        context = chromium.new_context(viewport=SIZE)
+        context.set_default_timeout(1000 * HANGS_S)
+        page = context.new_page()
+    else:
+        page = pages.pop()
+        page.set_viewport_size(SIZE)
     errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(f"{error}\n{error.stack}"))
+
+    def failed(error: Error) -> None:
+        errors.append(f"{error}\n{error.stack}")
+
+    page.on("pageerror", failed)
     yield page
-    context.close()
+    page.remove_listener("pageerror", failed)
     errors = [error for error in errors if LAST_WORDS not in error]
     errors = [e for e in errors if not (NOTEBOOKS_OWN in e and "(reading 'schema')" in e)]
+    if own or errors or request.node.stash.get(FAILED, False):
+        page.context.close()
+    else:
+        pages.append(page)
     assert not errors, "\n".join(errors)
 
 
@@ -105,7 +132,7 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
         # nbconvert takes brackets as a pattern, Notebook 7 a percent sign as a code.
         name = re.sub(r"\W+", "-", request.node.name) + ".ipynb"
         write_notebook(lab.root / name, cells)
-        books.append(Notebook(page, lab, name))
+        books.append(Notebook(page, lab, name, stay=not books))
         return books[-1]
 
     yield opened
@@ -117,6 +144,8 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
     """Save a screenshot of a failed test; report cell outputs and the kernels' threads."""
     report = yield
+    if report.failed:
+        item.stash[FAILED] = True
     arguments = getattr(item, "funcargs", {})
     page, lab = arguments.get("page"), arguments.get("lab")
     if report.failed and report.when == "call" and page is not None:

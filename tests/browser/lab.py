@@ -33,6 +33,8 @@ BOTH = pytest.mark.parametrize(
     "lab", ["jupyterlab", pytest.param("notebook7", marks=pytest.mark.nightly)], indirect=True
 )
 """Run a test in JupyterLab and, in `make nightly`, in Notebook 7."""
+OWN_PAGE = pytest.mark.own_page
+"""Mark of a test that reloads its page, or leaves listeners, styles or panels in it."""
 CHROMIUM_ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -54,6 +56,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
 }
+OPEN = """async path => {
+    const app = window.jupyterapp, others = [...app.shell.widgets('main')];
+    await app.commands.execute('docmanager:open', {path});
+    others.forEach(other => other.dispose());
+}"""
 OPENED = """path => {
     const app = window.jupyterapp;
     if (!app) return false;
@@ -154,6 +161,10 @@ class Lab:
         """Return the address that opens the file `path` in a new workspace."""
         return f"{self._url}/lab/workspaces/{secrets.token_hex(4)}/tree/{path}?token={self._token}"
 
+    def shown(self, page: Page) -> bool:
+        """Return whether the page has this JupyterLab, which can open another notebook."""
+        return page.url.startswith(f"{self._url}/lab/")
+
     def threads(self) -> str:
         """Return the stacks of all threads of the kernels.
 
@@ -222,12 +233,16 @@ class Notebook7(Lab):
 class Notebook:
     """A notebook that is open in a page, with an idle kernel."""
 
-    def __init__(self, page: Page, lab: Lab, path: str) -> None:
+    def __init__(self, page: Page, lab: Lab, path: str, *, stay: bool = False) -> None:
+        """Open the file `path`; with `stay` in the JupyterLab that the page has, if it has one."""
         self.page = page
         self._path = path
         self.file = lab.root / path
         """Path of the notebook."""
-        page.goto(lab.address(path))
+        if stay and lab.shown(page):
+            page.evaluate(OPEN, path)
+        else:
+            page.goto(lab.address(path))
         page.wait_for_function(OPENED, arg=path, timeout=1000 * HANGS_S)
         page.wait_for_function(IDLE)
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.lab import BOTH, SCREENSHOTS, Opens, Takes
+from tests.browser.lab import BOTH, OWN_PAGE, SCREENSHOTS, Opens, Takes
 from tests.browser.test_charts_in_lab import LONG, START, points, wait_for_step
 
 pytestmark = [pytest.mark.browser, BOTH]
@@ -355,6 +355,7 @@ def test_a_zoom_stays_while_the_run_goes_on(notebook: Opens, page: Page) -> None
     expect(run.locator(".ortlab-tools-number")).to_have_text("0.50")
 
 
+@OWN_PAGE
 def test_a_print_is_legible_at_800_pixels(run: Locator, page: Page) -> None:
     page.evaluate("() => window.dispatchEvent(new Event('beforeprint'))")
     widths = run.locator("canvas").evaluate_all("all => all.map(one => one.clientWidth)")
