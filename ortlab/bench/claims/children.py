@@ -19,6 +19,12 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 Otherwise it keeps freed memory that it cannot use again, up to half of a step's. Torch's allocator
 on a GPU returns such memory before it gives up.
 """
+_NO_UPLOADS = {"ORT_DISABLE_TELEMETRY": "1"}
+"""Setting that keeps onnxruntime from sending usage data (Privacy.md of its package).
+
+From some time after the first session on, the threads that upload it take 24 MiB: the stacks of
+three, which the limit counts.
+"""
 _LAST_LINES = 3
 
 
@@ -86,7 +92,7 @@ class Child:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.trial", json.dumps(dataclasses.asdict(request))],
-            env={**os.environ, **(_MALLOC if _counts_memory(request) else {})},
+            env={**os.environ, **_NO_UPLOADS, **(_MALLOC if _counts_memory(request) else {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
