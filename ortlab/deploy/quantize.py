@@ -17,6 +17,7 @@ from pathlib import Path
 import onnx
 
 from ortlab.deploy import weights
+from ortlab.utils import plain_onnxruntime
 
 _EXTERNAL_BYTES = weights.PROTOBUF_LIMIT - 2**26
 
@@ -54,7 +55,7 @@ def to_int8(source: Path, target: Path) -> None:
         source: The model in full precision.
         target: Where to write the converted model.
     """
-    import onnxruntime  # optional: onnxruntime
+    onnxruntime = plain_onnxruntime.plain_onnxruntime()
     from onnxruntime.quantization import QuantType, quantize_dynamic  # optional: onnxruntime
 
     weights.check_places(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from types import ModuleType
@@ -21,6 +22,17 @@ def let_threads_sleep(options: Any) -> None:
         options.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
 
 
+def turn_off_telemetry() -> None:
+    """Keep onnxruntime from sending usage data, unless ``ORT_DISABLE_TELEMETRY`` is already set.
+
+    Call this before the import (Privacy.md in onnxruntime's package). Afterwards it is late: the
+    first events are sent, and further ones are suppressed.
+    """
+    imported = sys.modules.get("onnxruntime")
+    if os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1") == "1" and imported is not None:
+        imported.disable_telemetry_events()
+
+
 def plain_onnxruntime() -> ModuleType:
     """Import onnxruntime for inference.
 
@@ -33,6 +45,7 @@ def plain_onnxruntime() -> ModuleType:
     Raises:
         ImportError: onnxruntime is not installed.
     """
+    turn_off_telemetry()
     with IMPORTING:
         if "onnxruntime" not in sys.modules and "deepspeed" not in sys.modules:
             sys.modules["deepspeed"] = None  # type: ignore[assignment]  # makes its import fail

@@ -508,6 +508,13 @@ def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> d
     return found
 
 
+def _viewed(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view shares, or a node itself that is no view."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _computes(node: fx.Node) -> bool:
     """Return True for an operator on tensors."""
     return node.op == "call_function" and not is_number(node)
@@ -655,7 +662,7 @@ class _Divider:
         """
         last_reader: dict[fx.Node, fx.Node] = {}
         for node in levels:
-            for each in node.all_input_nodes:
+            for each in map(_viewed, node.all_input_nodes):
                 if self._is_activation(each):
                     last_reader[each] = node
         released: dict[fx.Node, int] = defaultdict(int)
@@ -684,7 +691,7 @@ class _Divider:
         if node.op == "placeholder":
             return not node.name.startswith(OF_MODEL)
         again = self._is_backward and node.meta.get("partitioner_tag") == "is_forward"
-        return again and node.target not in FREE
+        return again and isinstance(node.meta.get("val"), torch.Tensor)
 
     def divided(self) -> Division:
         """Return the divided graph."""

@@ -22,7 +22,7 @@ from onnx import TensorProto
 from ortlab.engines import runtimes
 from ortlab.engines.ort.lowering.graph import NUMPY_TYPES
 from ortlab.utils import session_profile
-from ortlab.utils.plain_onnxruntime import let_threads_sleep
+from ortlab.utils.plain_onnxruntime import let_threads_sleep, turn_off_telemetry
 from ortlab.utils.session_profile import Ran
 
 
@@ -62,6 +62,7 @@ def _runtime() -> tuple[Any, Any]:
     The import of onnxruntime-training would import ORTModule as well, which takes seconds and
     replaces functions of torch. It does without while that is hidden.
     """
+    turn_off_telemetry()
     hidden = "onnxruntime" not in sys.modules
     if hidden:
         sys.modules[_TRAINING] = None  # type: ignore[assignment]  # None makes its import fail

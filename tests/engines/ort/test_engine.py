@@ -9,6 +9,8 @@ import logging
 import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ortlab
+from ortlab.engines import runtimes
 from ortlab.engines.base import wrapped_model
 from ortlab.engines.ort import check, segments, session
 from ortlab.engines.ort import model as ort_model
@@ -895,3 +898,29 @@ def test_graphs_that_are_captured_again_take_the_place_of_the_old_ones(
         found.append(segments_alive() - before)
     assert found[0] > 0
     assert found == [found[0]] * 3
+
+
+# Privacy
+
+
+def test_onnxruntime_sends_no_usage_data_unless_it_is_asked_to(tmp_path: Path) -> None:
+    """Its telemetry stores an identifier of the machine when it starts."""
+    code = """
+import torch, ortlab
+from torch import nn
+model = nn.Linear(2, 2)
+ortlab.wrap(model, engine="ort", self_check=False)(torch.ones(1, 2)).sum().backward()
+"""
+    kept = {"HOME", "XDG_CACHE_HOME", "ORT_DISABLE_TELEMETRY"}
+    usual = {name: value for name, value in os.environ.items() if name not in kept}
+    told = {}
+    for choice in ("by default", "0"):
+        home = tmp_path / choice
+        home.mkdir()
+        given = {"ORT_DISABLE_TELEMETRY": choice} if choice == "0" else {}
+        subprocess.run(
+            [sys.executable, "-c", code], env={**usual, "HOME": str(home), **given}, check=True
+        )
+        told[choice] = [*home.rglob("deviceid")]
+    assert not told["by default"]
+    assert bool(told["0"]) == (runtimes.TRAINING not in runtimes.installed())

@@ -13,6 +13,8 @@ from torch.nn import functional
 import ortlab
 from ortlab.engines import registry
 from ortlab.engines.base import wrapped_model
+from ortlab.engines.ort.onnx_model import bytes_of
+from ortlab.engines.ort.segments import OF_MODEL
 from ortlab.engines.plan_names import UnknownPlan
 from ortlab.settings import EngineSettings
 from ortlab.utils.process_memory import memory
@@ -163,6 +165,20 @@ def test_of_layers_only_the_results_and_the_masks_are_stored() -> None:
     # A layer's last product is stored, too: it would be repeated for the norm's input alone.
     assert LAYERS * masks < stored(model) < LAYERS * (masks + 2 * results) + 2 * results
     assert stored(model) < 0.5 * whole
+
+
+def test_no_part_of_the_backward_pass_is_given_most_of_a_layer() -> None:
+    """What a part reads stays in memory until it ends; products read views of recomputed values."""
+    model, _ = pair(Stack(), recompute="layers")
+    step(model, tokens(64))
+    record: Any = wrapped_model(model)
+    (backward,) = record.last_graphs()["backward"]
+    given = []
+    for segment in backward.division.segments:
+        read = [node for node in segment.graph.graph.nodes if node.op == "placeholder"]
+        given.append(sum(bytes_of(node) for node in read if not node.name.startswith(OF_MODEL)))
+    one = 64 * 7 * WIDTH * 4  # bytes of a layer's result; its wide values are 4 times as large
+    assert max(given) < 14 * one
 
 
 def test_a_change_captures_nothing_and_spares_earlier_forward_passes() -> None:
