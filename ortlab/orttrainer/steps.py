@@ -268,7 +268,8 @@ class TorchSteps:
 
     def remarks(self) -> Sequence[str]:
         """See `Steps.remarks`."""
-        return self._stepper.report().remarks
+        told = self._stepper.report().remarks
+        return [each for each in told if not each.startswith("ORT ")]  # its share, which changes
 
     def loss_scale(self) -> dict[str, Any] | None:
         """See `Steps.loss_scale`."""

@@ -25,12 +25,10 @@ def let_threads_sleep(options: Any) -> None:
 def turn_off_telemetry() -> None:
     """Keep onnxruntime from sending usage data, unless ``ORT_DISABLE_TELEMETRY`` is already set.
 
-    Call this before the import (Privacy.md in onnxruntime's package). Afterwards it is late: the
-    first events are sent, and further ones are suppressed.
+    Call this before onnxruntime is imported, which is when it reads the variable (Privacy.md in its
+    package).
     """
-    imported = sys.modules.get("onnxruntime")
-    if os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1") == "1" and imported is not None:
-        imported.disable_telemetry_events()
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def plain_onnxruntime() -> ModuleType:

@@ -86,9 +86,12 @@ def lab(request: pytest.FixtureRequest) -> Lab:
 
 
 @pytest.fixture(scope="module")
-def pages() -> list[Page]:
+def pages() -> Iterator[list[Page]]:
     """Keep the page that the tests of a module share: JupyterLab takes 8 s of CPU time to load."""
-    return []
+    kept: list[Page] = []
+    yield kept
+    for page in kept:
+        page.context.close()
 
 
 @pytest.fixture

@@ -195,6 +195,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
         self_check: Compare the first call of each segment with torch.
         recompute: What the backward pass computes again, from the next forward pass on.
+        late_s: Seconds of compilations after Dynamo's, such as those for another plan of recompute.
     """
 
     graphs: list[CompiledGraph] = field(default_factory=list)
@@ -204,6 +205,8 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
     save_onnx: str | None = None
     self_check: bool = False
     recompute: Recompute = NOTHING
+    late_s: float = 0.0
+    _in_capture: bool = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
@@ -215,13 +218,18 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         tensors = (weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs)
         captured = Captured(tuple(placeholders), tuple(tensors))
         step = Step(self, captured)
-        compiled: Callable[..., Any] = aot_autograd(
+        compile_with = aot_autograd(
             fw_compiler=step.compile_forward,
             bw_compiler=step.compile_backward,
             inference_compiler=step.compile_inference,
             partition_fn=step.partition,
             decompositions=decompositions(),
-        )(module, inputs)
+        )
+        self._in_capture = True  # Dynamo measures this time
+        try:
+            compiled: Callable[..., Any] = compile_with(module, inputs)
+        finally:
+            self._in_capture = False
         return step.watching(compiled)
 
     def held_weakly(self) -> Callable[..., Any]:
@@ -250,12 +258,15 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
             step: Forward and backward pass that it belongs to.
             recompute: What the backward pass computes again.
         """
+        started = time.perf_counter()
         with unset_fake_temporarily():
             if phase == "inference":
                 draws.take_out(module)
             division = divide(module, severity=self.severity)
         if self.self_check:
             check.check_first_calls(division.ort_segments(), _warn)
+        if not self._in_capture:
+            self.late_s += time.perf_counter() - started
         made = CompiledGraph(phase, division, step, recompute)
         self.graphs.append(made)
         self.save(len(self.graphs) - 1)

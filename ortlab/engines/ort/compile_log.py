@@ -52,15 +52,16 @@ class CompileLog:
 
     Args:
         note: Function that is called with each new line about a break or a recompilation.
+        seconds: Time of earlier compilations.
 
     Attributes:
         count: Number of compilations so far.
-        seconds: Time of these compilations: torch's capture of the code, and ORT's sessions.
+        seconds: Time of compilations: torch's capture of the code, and ORT's sessions.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], *, seconds: float = 0.0) -> None:
         self.count = 0
-        self.seconds = 0.0
+        self.seconds = seconds
         self._note = note
         self._name = f"ortlab model {next(_NUMBERS)}"
         self._tokens: list[Token[CompileLog | None]] = []

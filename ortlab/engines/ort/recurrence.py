@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 _LSTM: Final = 2
 """oneDNN's number of the LSTM, ``ideep::rnn_kind::LSTM``."""
@@ -83,7 +85,8 @@ def _in_onednn(
         if not biased:
             own = [*own, *[own[0].new_zeros(own[0].shape[0])] * 2]
         hidden, cell = (each[reverse : reverse + 1].contiguous() for each in states)
-        results.append(onednn_lstm(x, *own, hidden, cell, bool(reverse), biased)[:3])
+        train = torch.is_grad_enabled()
+        results.append(onednn_lstm(x, *own, hidden, cell, bool(reverse), biased, train)[:3])
     y, *last = zip(*results, strict=True)
     return torch.cat(y, -1), torch.cat(last[0]), torch.cat(last[1])
 
@@ -92,7 +95,7 @@ def _in_onednn(
     "ortlab::onednn_lstm",
     mutates_args=(),
     schema="(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor hidden, "
-    "Tensor cell, bool reverse, bool biased) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor cell, bool reverse, bool biased, bool train) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def onednn_lstm(
     x: torch.Tensor,
@@ -104,6 +107,7 @@ def onednn_lstm(
     cell: torch.Tensor,
     reverse: bool,
     biased: bool,
+    train: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute one direction of a layer of an LSTM with oneDNN, as eager torch does.
 
@@ -117,27 +121,31 @@ def onednn_lstm(
         cell: Cell state before the first step, [1, batch, hidden width].
         reverse: True to go from the last step to the first.
         biased: False to ignore the biases.
+        train: True to save what the backward pass needs.
 
     Returns:
         Hidden state of each step, last hidden state, last cell state, and bytes for the backward
         pass.
     """
-    with torch.enable_grad():  # else it saves nothing; autograd does not see this call
-        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = (
-            torch.ops.aten.mkldnn_rnn_layer(
-                *(x, w_ih, w_hh, b_ih, b_hh, hidden, cell, reverse, [], _LSTM, hidden.shape[-1]),
-                *(1, biased, False, False, True),  # one layer, not batch first, training
-            )
+    # Torch's operator reads memory regardless of strides, and results of ORT may have others than
+    # those of the capture.
+    x, hidden, cell = (each.contiguous() for each in (x, hidden, cell))
+    with torch.set_grad_enabled(train):  # this alone decides what it saves; autograd is not here
+        *results, saved = torch.ops.aten.mkldnn_rnn_layer(
+            *(x, w_ih, w_hh, b_ih, b_hh, hidden, cell, reverse, [], _LSTM, hidden.shape[-1]),
+            *(1, biased, False, False, train),  # one layer, not batch first
         )
-    return result
+    return (*results, saved if train else x.new_empty(0, dtype=torch.uint8))
 
 
 @onednn_lstm.register_fake
 def _(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Only oneDNN knows how many bytes it saves; as in torch's own rule, they count as none."""
-    x, hidden, cell = given[0], given[5], given[6]
-    y = x.new_empty(*x.shape[:2], hidden.shape[-1])
-    saved = x.new_empty(0, dtype=torch.uint8)
+    """Only oneDNN knows what it saves: here a lower bound, which holds from 64 values a row on."""
+    x, hidden, cell, train = given[0], given[5], given[6], given[-1]
+    length, batch, width = x.shape
+    y = x.new_empty(length, batch, hidden.shape[-1])
+    values = 10 * hidden.shape[-1] + 5 * max(width, hidden.shape[-1])
+    saved = x.new_empty(4 * values * length * batch if train else 0, dtype=torch.uint8)
     return y, torch.empty_like(hidden), torch.empty_like(cell), saved
 
 
@@ -156,9 +164,10 @@ def _onednn_lstm_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the tensors of `onednn_lstm`; that of both biases is the same."""
     *states, saved = results
+    tensors = (each.contiguous() for each in (*given, *states, *grads))
     x, w_ih, w_hh, bias, _, hidden, cell = torch.ops.aten.mkldnn_rnn_layer_backward(
-        *(*given, *states, *(each.contiguous() for each in grads), reverse, _LSTM),
-        *(states[1].shape[-1], 1, biased, True, False, [], False, saved),
+        *(*tensors, reverse, _LSTM, states[1].shape[-1]),
+        *(1, biased, True, False, [], False, saved),
     )
     return x, w_ih, w_hh, bias, hidden, cell
 
@@ -170,7 +179,7 @@ def _(given: Sequence[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    given, (ctx.reverse, ctx.biased) = inputs[:7], inputs[7:]
+    given, (ctx.reverse, ctx.biased, _) = inputs[:7], inputs[7:]
     ctx.save_for_backward(*given, *output)
 
 
@@ -179,10 +188,19 @@ def _backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     x, w_ih, w_hh, bias, hidden, cell = _onednn_lstm_backward(
         given, results, grads[:3], ctx.reverse, ctx.biased
     )
-    return x, w_ih, w_hh, bias, bias, hidden, cell, None, None
+    return x, w_ih, w_hh, bias, bias, hidden, cell, None, None, None
 
 
 onednn_lstm.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.ortlab.onednn_lstm)
+def _operations(
+    x: Sequence[int], w_ih: Sequence[int], w_hh: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Return what torch's partitioner takes for the cost of computing a layer again."""
+    return 2 * x[0] * x[1] * (math.prod(w_ih) + math.prod(w_hh))
+
 
 IN_ONEDNN: Final = (
     torch.ops.ortlab.onednn_lstm.default,

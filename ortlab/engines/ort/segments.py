@@ -64,7 +64,7 @@ FASTER_IN_TORCH: Final[dict[Any, str]] = {
     aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one",
     **dict.fromkeys(recurrence.IN_ONEDNN, "oneDNN computes all steps of the layer in one operator"),
 }
-"""Operators that ORT could run, with the reason why torch does."""
+"""Operators that ORT could run, alone or step by step, with the reason why torch does."""
 
 _LARGE_CONVOLUTION: Final = 5_000_000
 """Products from which on torch runs a convolution.
@@ -509,7 +509,7 @@ def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> d
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view shares, or a node itself that is no view."""
+    """Follow views back to the node that owns the memory."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node

@@ -131,6 +131,43 @@ def test_onednn_computes_the_layers_of_an_lstm(bias: bool) -> None:
     assert set(in_torch(pair.backend)) >= {"ortlab.onednn_lstm", "ortlab.onednn_lstm_backward"}
 
 
+class Residual(nn.Module):
+    """An LSTM that reads a result of ORT through a transpose, whose strides torch's would lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.LSTM(4, 4, batch_first=True) for _ in range(2))
+        self.between = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.first(x)
+        y, _ = self.last(y + self.between(y))
+        return y
+
+
+def test_an_lstm_reads_what_ort_has_laid_out_otherwise() -> None:
+    pair = Pair(Residual())
+    with torch._dynamo.config.patch(allow_rnn=True):
+        pair.compare(torch.randn(3, 5, 4))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_only_training_keeps_what_the_backward_pass_of_an_lstm_reads(train: bool) -> None:
+    model = nn.LSTM(64, 64)
+    backend = Backend()
+    compiled: Any = torch.compile(model, backend=backend)
+    with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(train):
+        x = torch.randn(10, 8, 64)
+        torch.testing.assert_close(compiled(x)[0], model(x)[0])
+    (layer,) = [
+        node
+        for node in backend.graphs[0].division.module.graph.nodes
+        if "onednn_lstm" in str(node.target)
+    ]
+    saved = layer.meta["val"][3]
+    assert saved.numel() == (4 * 15 * 64 * 10 * 8 if train else 0)
+
+
 @pytest.mark.parametrize("case", ["no rows", "autocast", "float64", "no oneDNN"])
 def test_an_lstm_that_onednn_cannot_compute_runs_step_by_step(case: str) -> None:
     dtype = torch.float64 if case == "float64" else torch.float32
