@@ -112,7 +112,7 @@ def test_an_error_of_a_rank_is_no_lack_of_memory() -> None:
 
 
 @LINUX
-def test_what_an_engine_cannot_is_not_tried() -> None:
+def test_set_ups_that_an_engine_refuses_are_not_tried() -> None:
     measured = ZeroBatches(ZeroSettings(engines="ort"))
     measured.measure("bert-128", "ort", 2, 3, STEP)
     (cell,) = measured.cells

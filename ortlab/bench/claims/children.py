@@ -23,6 +23,8 @@ Otherwise it keeps freed memory that it cannot use again, up to half of a step's
 on a GPU returns such memory before it gives up.
 """
 _LAST_LINES = 3
+_OF_OTHERS = ("RankFailed", "Connection closed", "reset by peer")
+"""Parts of the messages of ranks that lost another one."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Children:
                 for rank in self._ranks:  # those that wait for another one would not answer
                     rank.kill()
         if errors:  # that of another rank's failure says nothing
-            raise min(errors, key=lambda error: "RankFailed" in str(error))
+            raise min(errors, key=lambda error: any(word in str(error) for word in _OF_OTHERS))
         return max(answers, key=lambda answer: int(answer["peak_bytes"]))
 
     def close(self) -> None:

@@ -18,15 +18,13 @@ from ortlab.engines.distributed.deepspeed_config import BUCKET
 from ortlab.metrics.rank_metrics import PAPER
 from ortlab.metrics.zero_bytes import ZeroBytes, zero_bytes
 from ortlab.settings import FinetuneSettings
-from ortlab.utils.process_memory import memory
+from ortlab.utils.process_memory import free_bytes, memory
 from ortlab.utils.wording import counted
 
 CLOSE = 0.05
 """Relative difference between the largest batch and one that does not fit."""
 PROBE_ROWS, PROBE_ROWS_QUICK = 32, 1024
 """Batch of the first measurement in one process."""
-_FREE = 1 << 40
-"""Limit in bytes that no process reaches."""
 _BUCKET_BYTES = 4 * BUCKET
 METHOD = (
     "Each rank is a fresh process under RLIMIT_DATA, of one thread unless --threads says "
@@ -37,9 +35,9 @@ METHOD = (
     "State: parameters + gradients + optimizer state (AdamW) in MiB, of the rank with the "
     f"highest peak, measured from its tensors and predicted by the formula of {PAPER}. Predicted "
     "peak: the rest of a step, measured with two batches in one process, with the predicted "
-    "parameters and optimizer state, and with what is there besides when activations are at "
-    "their peak: DistributedDataParallel's gradients, or DeepSpeed's buffers and, at stage 3, its "
-    "shard of the gradients."
+    "parameters and optimizer state, and with what a rank holds in addition when activations "
+    "peak: DistributedDataParallel's gradients, or DeepSpeed's buffers and, at stage 3, its shard "
+    "of the gradients."
 )
 
 
@@ -182,11 +180,18 @@ class ZeroBatches(LargestBatches):
         beyond: list[dict[str, Any]] = []
         while len(beyond) < 2:
             if rows > MOST_ROWS:
-                raise TrialFailed(f"a batch of {rows // 2} still fits; choose less memory")
+                raise TrialFailed(
+                    f"a batch of {MOST_ROWS} is too small for this limit; choose less --memory"
+                )
             tell(f"{model}, {engine}: one process, batch {rows}")
             given = self._zero
             request = Request(
-                model, engine, rows, limit_bytes=_FREE, threads=given.threads, quick=given.quick
+                model,
+                engine,
+                rows,
+                limit_bytes=free_bytes("cpu"),
+                threads=given.threads,
+                quick=given.quick,
             )
             with child(request) as process:
                 answer = process.answer()
