@@ -134,9 +134,9 @@ def test_a_slider_sets_the_activation_budget(
         view.locator(".ortlab-panel-pending"),
     )
     slider.focus()
-    for percent in range(95, 45, -5):
+    for _ in range(10):
         page.keyboard.press("ArrowLeft")
-        expect(text).to_have_value(f"{percent / 100:g}")
+    expect(text).to_have_value("0.5")
     expect(pending).to_contain_text("activation_budget=0.5 (was 1)")
     screenshot("panel-slider")
     text.fill("0.3")

@@ -131,7 +131,6 @@ class Panel:
         self._foreseen = ""
         self._foreseen_of: object = None
         self.opened = False  # predictions are not needed before
-        self._lock = threading.Lock()  # for `news`, since a view has several threads
         self._key: object = None
         self._found: list[Control] = []
         self._found_for: object = None  # settings in effect and chosen that these are for
@@ -250,36 +249,38 @@ class Panel:
         self._result = ("refused", f"not started: {why}" if self._variables else why)
 
     def news(self) -> dict[str, Any]:
-        """Return the changes of ``controls`` and ``standing`` since the last call, as JSON."""
-        with self._lock:
-            self._hear()
-            self._follow_model()
-            held = self._holds()
-            if held != self._held:
-                self._held = held
-                # An edit that is in effect now is no longer an edit; newer edits still are.
-                values, wrong = self._values()
-                left = {*values, *wrong, *_PLACES}
-                self._edits = {name: text for name, text in self._edits.items() if name in left}
+        """Return the changes of ``controls`` and ``standing`` since the last call, as JSON.
+
+        A view that calls this in several threads must also send the result under one lock.
+        """
+        self._hear()
+        self._follow_model()
+        held = self._holds()
+        if held != self._held:
+            self._held = held
+            # An edit that is in effect now is no longer an edit; newer edits still are.
             values, wrong = self._values()
-            chosen = self._chosen(values, wrong)
-            over = self.run is not None and self.run.over()
-            key = (held, chosen, over)
-            found: dict[str, Any] = {}
-            if key != self._key or self._variables is not None:  # which may be new ones
-                self._key = key
-                found["controls"] = [
-                    *self._places(),
-                    *(_json(self._of_variables(e), held) for e in self._controls(held, chosen)),
-                ]
-            begun = self.run is not None and self.run.step > 0
-            if self.opened and (key, begun) != self._foreseen_of:
-                self._foreseen_of = (key, begun)
-                self._foreseen = self._memory(held, chosen)
-            found["standing"] = self._standing(held, chosen, wrong, over=over)
-            new = {name: value for name, value in found.items() if self._sent.get(name) != value}
-            self._sent |= new
-            return new
+            left = {*values, *wrong, *_PLACES}
+            self._edits = {name: text for name, text in self._edits.items() if name in left}
+        values, wrong = self._values()
+        chosen = self._chosen(values, wrong)
+        over = self.run is not None and self.run.over()
+        key = (held, chosen, over)
+        found: dict[str, Any] = {}
+        if key != self._key or self._variables is not None:  # which may be new ones
+            self._key = key
+            found["controls"] = [
+                *self._places(),
+                *(_json(self._of_variables(e), held) for e in self._controls(held, chosen)),
+            ]
+        begun = self.run is not None and self.run.step > 0
+        if self.opened and (key, begun) != self._foreseen_of:
+            self._foreseen_of = (key, begun)
+            self._foreseen = self._memory(held, chosen)
+        found["standing"] = self._standing(held, chosen, wrong, over=over)
+        new = {name: value for name, value in found.items() if self._sent.get(name) != value}
+        self._sent |= new
+        return new
 
     def table(self) -> Table[Control]:
         """Return the panel as a table: settings, values, costs, unavailable values, code line."""
@@ -652,6 +653,7 @@ class PanelView(anywidget.AnyWidget):
     def __init__(self, panel: Panel, still: str = "") -> None:
         self._panel = panel
         self._pump: Pump | None = None
+        self._sending = threading.Lock()
         super().__init__(
             _esm=bundled("panel.js"), _css=bundled("panel.css"), still=still, **panel.news()
         )
@@ -690,8 +692,9 @@ class PanelView(anywidget.AnyWidget):
 
     def send_news(self) -> None:
         """Send what has changed to every browser."""
-        for name, value in self._panel.news().items():
-            setattr(self, name, value)
+        with self._sending:  # else a thread could send its older news last
+            for name, value in self._panel.news().items():
+                setattr(self, name, value)
 
 
 def show(panel: Panel) -> None:

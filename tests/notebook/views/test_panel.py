@@ -23,7 +23,7 @@ from ortlab.graph import planned_capture
 from ortlab.notebook.magics.variables import Variables
 from ortlab.notebook.views import charts
 from ortlab.notebook.views import panel as panels
-from ortlab.notebook.views.panel import Panel
+from ortlab.notebook.views.panel import Panel, PanelView
 from ortlab.session import session
 from ortlab.settings import LOSSES, PRECISIONS, FinetuneSettings
 from ortlab.training.run import Run
@@ -667,4 +667,32 @@ def test_charts_compare_the_settings_again_once_they_are_opened(
     assert len(looked) == first
     view._receive(view, {"do": "open"}, [])
     assert len(looked) == first + 1
+    view.close()
+
+
+def test_a_slow_thread_does_not_send_older_news_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = Panel(nn.Linear(2, 2))
+    view = PanelView(panel)
+    news, made, go = panel.news, threading.Event(), threading.Event()
+
+    def slow() -> dict[str, Any]:
+        found = news()
+        if not made.is_set():  # the first thread waits between its news and their way to the page
+            made.set()
+            go.wait(HANGS_S)
+        return found
+
+    monkeypatch.setattr(panel, "news", slow)
+    threads = [threading.Thread(target=view.send_news) for _ in range(2)]
+    panel.receive({"do": "edit", "serial": 1, "edits": {"batch_size": "8"}})
+    threads[0].start()
+    assert made.wait(HANGS_S)
+    panel.receive({"do": "edit", "serial": 2, "edits": {"batch_size": "9"}})
+    threads[1].start()
+    threads[1].join(0.5)  # as long as it may take; with the lock it waits for the first
+    go.set()
+    for thread in threads:
+        thread.join(HANGS_S)
+    assert view.standing["serial"] == 2
+    assert view.standing["edits"] == {"batch_size": "9"}
     view.close()
