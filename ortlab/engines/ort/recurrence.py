@@ -80,12 +80,12 @@ def _in_onednn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute a layer of an LSTM, [length, batch, width], in one operator for each direction."""
     directions = 1 + bidirectional
-    x, results = x.contiguous(), []
+    x, results = x.contiguous(), []  # once for both directions and both passes
+    train = torch.is_grad_enabled()
     for reverse, own in enumerate(_parts(weights, directions)):
         if not biased:
             own = [*own, *[own[0].new_zeros(own[0].shape[0])] * 2]
         hidden, cell = (each[reverse : reverse + 1].contiguous() for each in states)
-        train = torch.is_grad_enabled()
         results.append(onednn_lstm(x, *own, hidden, cell, bool(reverse), biased, train)[:3])
     y, *last = zip(*results, strict=True)
     return torch.cat(y, -1), torch.cat(last[0]), torch.cat(last[1])

@@ -168,7 +168,7 @@ def test_of_layers_only_the_results_and_the_masks_are_stored() -> None:
 
 
 def test_no_part_of_the_backward_pass_is_given_most_of_a_layer() -> None:
-    """What a part reads stays in memory until it ends; products read views of recomputed values."""
+    """The inputs of a part are in memory until it ends, also those that it reads through views."""
     model, _ = pair(Stack(), recompute="layers")
     step(model, tokens(64))
     record: Any = wrapped_model(model)
