@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from ortlab.engines.base import Batch, tell
 from ortlab.engines.batch import arguments, signature
+from ortlab.engines.ort.arena import InArena
 from ortlab.engines.ort.capture import Captured, CompiledGraph
 from ortlab.engines.ort.draws import Draw
 from ortlab.engines.ort.lowering.graph import ONNX_TYPES, size_of
@@ -56,6 +57,8 @@ def _operator_name(target: Any) -> str:
     """Return the name of what a node calls, without its overload."""
     if isinstance(target, Draw):
         return target.kind
+    if isinstance(target, InArena):
+        target = target.operator
     packet = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
 
@@ -709,9 +712,10 @@ def _maker(name: str) -> str:
 
 def _numbers(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of an operator that are no tensors, as attributes."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target = node.target.operator if isinstance(node.target, InArena) else node.target
+    if not isinstance(target, torch._ops.OpOverload):
         return {}
-    named = [argument.name for argument in node.target._schema.arguments]
+    named = [argument.name for argument in target._schema.arguments]
     given = {**dict(zip(named, node.args, strict=False)), **node.kwargs}
     return {
         name: value if isinstance(value, int | float) else str(value)

@@ -237,8 +237,17 @@ def out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
-        said = str(error).lower()
-        if isinstance(error, RuntimeError | OSError) and any(s in said for s in _SHORT_OF_MEMORY):
+        if isinstance(error, RuntimeError | OSError) and short_of_memory(str(error)):
             return True
         error = error.__cause__
     return False
+
+
+def short_of_memory(message: str) -> bool:
+    """Return True if a message of torch, ORT, CUDA or the system says that memory has run out.
+
+    Args:
+        message: The message.
+    """
+    said = message.lower()
+    return any(each in said for each in _SHORT_OF_MEMORY)

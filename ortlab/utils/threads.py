@@ -47,6 +47,18 @@ class Thread(threading.Thread):
             trim_own()
 
 
+_BEFORE_TRIM: Final[list[Callable[[], object]]] = []
+
+
+def before_trim(release: Callable[[], object]) -> None:
+    """Let `trim` call a function that frees memory which an engine keeps for its next step.
+
+    Args:
+        release: The function.
+    """
+    _BEFORE_TRIM.append(release)
+
+
 def trim(*, collect: bool = True) -> None:
     """Release freed memory to the system, where the C library supports it (glibc).
 
@@ -59,6 +71,8 @@ def trim(*, collect: bool = True) -> None:
     """
     if collect:
         gc.collect()
+    for release in _BEFORE_TRIM:
+        release()
     with contextlib.suppress(*_NOT_GLIBC):
         ctypes.CDLL(None).malloc_trim(0)
     trim_own()

@@ -11,7 +11,7 @@ from typing import Any
 
 from ortlab.bench.claims.batch import LargestBatches
 from ortlab.bench.claims.children import Child, Request, SetUp, TrialFailed, child
-from ortlab.bench.claims.search import SET_UPS, RecomputeSettings
+from ortlab.bench.claims.search import SET_UPS, RecomputeSettings, ort_with_budget
 from ortlab.bench.interleaved import WARMUP, Spread, rounds, take_turns
 from ortlab.bench.result import milliseconds, table
 from ortlab.engines.base import tell
@@ -21,10 +21,7 @@ CURVE: dict[str, tuple[SetUp, ...]] = {
     "eager": SET_UPS["eager"],
     "ort": (
         SET_UPS["ort"][0],
-        *(
-            SetUp(f"ort, activation_budget={budget}", "ort", {"activation_budget": budget})
-            for budget in (0.7, 0.5, 0.3, 0.1)
-        ),
+        *map(ort_with_budget, (0.7, 0.5, 0.3, 0.1)),
         SET_UPS["ort"][1],
     ),
     "ortmodule": (

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ort import attention, check, draws, recurrence, session
+from ortlab.engines.ort import arena, attention, check, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
 from ortlab.engines.ort.onnx_model import TANGENTS, correct_types, is_number, tensors_in
 from ortlab.engines.ort.recompute import NOTHING, Call, JointGraph, Recompute
@@ -191,7 +191,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         graphs: Graphs compiled so far.
         call: Number of the model's call that is running.
         starting: Function that is called before a graph of Dynamo is compiled.
-        severity: Lowest severity of the messages that ORT prints in graphs compiled from now on.
+        options: Options of the sessions.
         save_onnx: Beginning of the paths that ONNX models are written to; None to write none.
         self_check: Compare the first call of each segment with torch.
         recompute: What the backward pass computes again, from the next forward pass on.
@@ -201,12 +201,16 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
     graphs: list[CompiledGraph] = field(default_factory=list)
     call: int = 0
     starting: Callable[[], None] = lambda: None
-    severity: int = session.SILENT
+    options: session.Options = field(default_factory=session.Options)
     save_onnx: str | None = None
     self_check: bool = False
     recompute: Recompute = NOTHING
     late_s: float = 0.0
     _in_capture: bool = False
+
+    def __post_init__(self) -> None:
+        """Let the arena be released after the last backend."""
+        arena.release_after(self)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """See `ortlab`."""
@@ -262,7 +266,7 @@ class Backend:  # torch compares backends of compiled code: each model's is its 
         with unset_fake_temporarily():
             if phase == "inference":
                 draws.take_out(module)
-            division = divide(module, severity=self.severity)
+            division = divide(module, options=self.options)
         if self.self_check:
             check.check_first_calls(division.ort_segments(), _warn)
         if not self._in_capture:

@@ -26,7 +26,7 @@ class OrtEngine(Compile):
         zero_stages=(0, 1, 2),
         recompute=True,
         activation_budget=True,
-        options=("self_check", "fallback", "log_level", "save_onnx"),
+        options=("self_check", "fallback", "arena", "log_level", "save_onnx"),
         size_cost="recompile",
     )
 

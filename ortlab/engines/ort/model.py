@@ -647,7 +647,9 @@ class OrtModel:
         plans = plan_names.checked(plan_names.split(settings.recompute), known)
         self.settings = settings
         self._backend.recompute = Recompute(plans, settings.activation_budget)
-        self._backend.severity = _SEVERITIES[settings.ortmodule.log_level]
+        options = self._backend.options
+        options.severity = _SEVERITIES[settings.ortmodule.log_level]
+        options.arena = settings.ortmodule.arena
         self._backend.save_onnx = settings.ortmodule.save_onnx
 
     def reseed(self, seed: int) -> None:

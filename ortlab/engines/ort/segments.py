@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from ortlab.engines.ort import draws, recurrence, session
+from ortlab.engines.ort import arena, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import (
     HALVES,
     ONNX_TYPES,
@@ -50,7 +50,7 @@ from ortlab.engines.ort.onnx_model import (
     tensors_in,
     values_of,
 )
-from ortlab.engines.ort.session import SILENT, Session, SessionFailed
+from ortlab.engines.ort.session import Options, Session, SessionFailed
 from ortlab.engines.torch.cpu import has_instructions
 from ortlab.engines.torch.thread_count import end_idle_threads
 from ortlab.utils.session_profile import Ran
@@ -223,12 +223,12 @@ class OrtSegment(torch.nn.Module):
         divided: The segment in parts, after one of its operators has failed in ORT.
     """
 
-    def __init__(self, graph: fx.GraphModule, severity: int = SILENT) -> None:
+    def __init__(self, graph: fx.GraphModule, options: Options | None = None) -> None:
         """Lower the graph and create its session.
 
         Args:
             graph: FX graph whose output is a list of tensors.
-            severity: Lowest severity of ORT's messages to print.
+            options: Options of the model's sessions; None for the default ones.
 
         Raises:
             NodeNotLowered: If a node cannot be lowered, or ORT refuses it.
@@ -242,8 +242,9 @@ class OrtSegment(torch.nn.Module):
         self._halves = self._half_outputs()
         self.seconds, self.calls = 0.0, 0
         self.divided: Division | None = None
-        self._severity = severity
+        self._options = options or Options()
         self._session: Session | None = None
+        self._largest = 0
         self.restart()
 
     def _ordered_inputs(self) -> tuple[list[str], int, int]:
@@ -284,7 +285,9 @@ class OrtSegment(torch.nn.Module):
         Raises:
             NodeNotLowered: If ORT refuses a node.
         """
-        self._optimize = optimize
+        self._optimize, self._arena = optimize, self._options.arena
+        if self._arena:
+            arena.prepare()
         if self.lowered.outputs:  # ORT refuses a graph without nodes
             try:
                 self._session = self._new_session()
@@ -298,7 +301,7 @@ class OrtSegment(torch.nn.Module):
             self.lowered.outputs,
             lasting=self._lasting,
             optimize=self._optimize,
-            severity=self._severity,
+            options=self._options,
             profiles=profiles,
         )
 
@@ -339,7 +342,7 @@ class OrtSegment(torch.nn.Module):
                 given += [_fed(arguments[i], order) for i, order in self._others]
                 if self.calls and self.seconds > self.calls * _LONG_S:
                     end_idle_threads()
-                made = self._session(given)
+                made = self._run(given)
                 for i, dtype in self._halves:
                     made[i] = made[i].to(dtype)
             except SessionFailed as error:
@@ -352,6 +355,19 @@ class OrtSegment(torch.nn.Module):
         self.seconds += time.perf_counter() - started
         self.calls += 1
         return made
+
+    def _run(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the session, with the arena as the options have it now."""
+        if self._arena != self._options.arena:
+            self.restart(optimize=self._optimize)
+        assert self._session is not None
+        if not self._arena:
+            return self._session(given)
+        elements = sum(tensor.numel() for tensor in given[self._lasting :])
+        if elements > self._largest:
+            arena.release()
+            self._largest = elements
+        return arena.run(self._session, given)
 
     def move_to_torch(self, node: fx.Node, reason: str) -> None:
         """Divide the segment again, with an operator in torch.
@@ -373,7 +389,7 @@ class OrtSegment(torch.nn.Module):
         self._divide_again(dict.fromkeys(filter(_computes, self.graph.graph.nodes), reason))
 
     def _divide_again(self, in_torch: Mapping[fx.Node, str]) -> None:
-        self.divided = divide(self.graph, in_torch, severity=self._severity)
+        self.divided = divide(self.graph, in_torch, self._options)
         self._session = None
 
 
@@ -460,24 +476,24 @@ def _counts(node: fx.Node) -> bool:
 def divide(
     module: fx.GraphModule,
     chosen: Mapping[fx.Node, str] | None = None,
-    *,
-    severity: int = SILENT,
+    options: Options | None = None,
 ) -> Division:
     """Divide a graph into ORT segments and torch segments.
 
     Args:
         module: Graph of ATen operators.
         chosen: Operators that torch is to run, with the reasons, in addition to those that it must.
-        severity: Lowest severity of ORT's messages to print.
+        options: Options of the model's sessions; None for the default ones.
 
     Returns:
         The divided graph, ready to run.
     """
+    options = options or Options()
     in_torch = {**_not_lowered(module), **(chosen or {})}
-    in_torch |= dict.fromkeys(_Divider(module, in_torch, severity).too_few(), TOO_FEW)
+    in_torch |= dict.fromkeys(_Divider(module, in_torch, options).too_few(), TOO_FEW)
     while True:
         try:
-            return _Divider(module, in_torch, severity).divided()
+            return _Divider(module, in_torch, options).divided()
         except NodeNotLowered as error:
             if error.node is not None:
                 named = next(node for node in module.graph.nodes if node.name == error.node.name)
@@ -502,7 +518,7 @@ def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> d
             own = {node, *(user for user in node.users if user.target is operator.getitem)}
             others = dict.fromkeys((other for other in computing if other not in own), "")
             try:
-                _Divider(module, others, SILENT).divided()
+                _Divider(module, others, Options()).divided()
             except NodeNotLowered as error:
                 _add_alike(module, found, node, error.reason)
     return found
@@ -583,9 +599,9 @@ class _Divider:
     """One division of a graph, with a given set of operators in torch."""
 
     def __init__(
-        self, module: fx.GraphModule, in_torch: Mapping[fx.Node, str], severity: int
+        self, module: fx.GraphModule, in_torch: Mapping[fx.Node, str], options: Options
     ) -> None:
-        self._module, self._in_torch, self._severity = module, dict(in_torch), severity
+        self._module, self._in_torch, self._options = module, dict(in_torch), options
         self._nodes = list(module.graph.nodes)
         self._is_backward = any(node.name.startswith(TANGENTS) for node in self._nodes)
         self._torch = self._torch_nodes()
@@ -733,6 +749,7 @@ class _Divider:
         if source and node.target is source.target is aten.t.default:
             return self._in_outer(source.all_input_nodes[0])  # gradients of weights are t().t()
         made = self._outer.node_copy(node, self._in_outer)
+        made.target = arena.placed(node, self._options)
         if node.target in QUICK:
             made.target = QUICK[node.target]
         elif node.target is operator.truediv:
@@ -806,7 +823,7 @@ class _Divider:
             return
         first.args = ([made[node] for node in wanted],)
         graph = fx.GraphModule(root, inner)
-        segment = OrtSegment(graph, self._severity)
+        segment = OrtSegment(graph, self._options)
         name = f"segment_{len(self._segments)}"
         self._segments.append(segment)
         self._root.add_module(name, segment)

@@ -7,10 +7,13 @@ the same in onnxruntime-training 1.19.2 and in today's onnxruntime.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +59,7 @@ _TRAINING: Final = "onnxruntime.training.ortmodule"
 
 
 @functools.cache
-def _runtime() -> tuple[Any, Any]:
+def runtime() -> tuple[Any, Any]:
     """Return onnxruntime and its C++ module.
 
     The import of onnxruntime-training would import ORTModule as well, which takes seconds and
@@ -77,7 +80,7 @@ def _runtime() -> tuple[Any, Any]:
 
 def _version() -> tuple[int, ...]:
     """Return the first two parts of onnxruntime's version."""
-    return tuple(int(part) for part in _runtime()[0].__version__.split(".")[:2])
+    return tuple(int(part) for part in runtime()[0].__version__.split(".")[:2])
 
 
 def unavailable() -> str | None:
@@ -91,7 +94,7 @@ def unavailable() -> str | None:
     except AttributeError:  # what an uninstalled one leaves behind is a package without content
         return f"onnxruntime is incomplete: {runtimes.repair()}"
     if version < _OLDEST:
-        found = _runtime()[0].__version__
+        found = runtime()[0].__version__
         return f"onnxruntime {found} is older than 1.19: pip install --upgrade onnxruntime"
     return None
 
@@ -102,16 +105,62 @@ def _empty(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1, dtype=dtype)
 
 
-def _session(
+@dataclass
+class Options:
+    """Options of the sessions of a model.
+
+    Attributes:
+        severity: Lowest severity of the messages that ORT prints in sessions created from now on.
+        arena: Keep freed memory for the next step, see `arena`; it holds from the next call on.
+    """
+
+    severity: int = SILENT
+    arena: bool = True
+
+
+@functools.cache
+def _create_arena() -> None:
+    """Create the arena that sessions of this process share.
+
+    It grows by what is asked for, not by powers of two, and divides blocks that are larger, so that
+    a step takes about as much memory as with malloc.
+    """
+    ort, _ = runtime()
+    kind, memory = ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, ort.OrtMemType.DEFAULT
+    sizes = {
+        "max_mem": 0,  # no limit
+        "arena_extend_strategy": 1,  # kSameAsRequested
+        "initial_chunk_size_bytes": 1 << 16,
+        "max_dead_bytes_per_chunk": 1 << 20,
+    }
+    with contextlib.suppress(RuntimeError):  # onnxruntime 1.19, if the user has created one
+        info = ort.OrtMemoryInfo("Cpu", kind, 0, memory)
+        ort.create_and_register_allocator(info, ort.OrtArenaCfg(sizes))
+
+
+def inference_session(
     model: onnx.ModelProto,
     *,
-    severity: int,
-    optimize: bool,
+    severity: int = SILENT,
+    arena: bool = False,
+    optimize: bool = True,
     path: Path | None = None,
     profiles: Path | None = None,
 ) -> Any:
-    """Return ORT's session of a model; write what it executes to a path, a profile to a folder."""
-    ort, _ = _runtime()
+    """Return an `onnxruntime.InferenceSession` with the engine's options.
+
+    Args:
+        model: Model to run.
+        severity: Lowest severity of ORT's messages to print.
+        arena: True to take memory from the arena that sessions share.
+        optimize: False to run the nodes as they are.
+        path: File to write what the session executes to.
+        profiles: Folder for a profile of all calls.
+
+    Raises:
+        SessionFailed: If ORT refuses the model.
+    """
+    ort, _ = runtime()
     options = ort.SessionOptions()
     options.log_severity_level = severity
     options.intra_op_num_threads = torch.get_num_threads()
@@ -121,9 +170,12 @@ def _session(
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     else:
         let_threads_sleep(options)
-    # With an arena, each session keeps the memory of its largest call, which torch cannot use;
-    # with patterns, a call takes all its memory at the start.
+    # With an arena of its own, a session keeps the memory of its largest call, which no other one
+    # can use; with patterns, a call takes all its memory at the start.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    if arena:
+        _create_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if path is not None:
@@ -152,7 +204,7 @@ def executed(model: onnx.ModelProto, *, optimize: bool) -> onnx.ModelProto:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "executed.onnx"
-        _session(model, severity=SILENT, optimize=optimize, path=path)
+        inference_session(model, optimize=optimize, path=path)
         return onnx.load(path)
 
 
@@ -172,7 +224,7 @@ class Session:
         *,
         lasting: int = 0,
         optimize: bool = True,
-        severity: int = SILENT,
+        options: Options | None = None,
         profiles: Path | None = None,
     ) -> None:
         """Create the session.
@@ -184,15 +236,18 @@ class Session:
             lasting: Number of inputs, the first ones, that mostly stay where they are, such as
                 parameters, and have the same shape in each call.
             optimize: False to run the nodes as they are.
-            severity: Lowest severity of ORT's messages to print.
+            options: Options of the session; None for the default ones.
             profiles: Folder for a profile of all calls; None for no profile.
 
         Raises:
             SessionFailed: If ORT refuses the model, for example for an operator without a kernel.
         """
-        native = _runtime()[1]
+        native = runtime()[1]
         self.inputs, self.outputs = list(inputs), list(outputs)
-        session = _session(model, severity=severity, optimize=optimize, profiles=profiles)
+        severity, arena = dataclasses.astuple(options or Options())
+        session = inference_session(
+            model, severity=severity, arena=arena, optimize=optimize, profiles=profiles
+        )
         self._session = session._sess
         self._vector = native.OrtValueVector
         self._run_options = native.RunOptions()
