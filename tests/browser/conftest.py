@@ -27,7 +27,11 @@ from tests.support.waiting import HANGS_S
 expect.set_options(timeout=1000 * HANGS_S)
 
 SIZE = {"width": 1280, "height": 1000}
-SHARING = ("test_chart_tools_in_lab.py", "test_charts_in_lab.py")
+SHARING = (
+    "test_chart_tools_in_lab.py",
+    "test_charts_in_lab.py",
+    "test_panel_in_lab.py",
+)
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {
     if (!location.pathname.startsWith('/lab/')) return;
