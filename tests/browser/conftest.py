@@ -31,6 +31,7 @@ SHARING = (
     "test_chart_tools_in_lab.py",
     "test_charts_in_lab.py",
     "test_panel_in_lab.py",
+    "test_graphs_in_lab.py",
 )
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {
