@@ -32,6 +32,8 @@ SHARING = (
     "test_charts_in_lab.py",
     "test_panel_in_lab.py",
     "test_graphs_in_lab.py",
+    "test_after_the_kernel.py",
+    "test_nan_in_lab.py",
 )
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {

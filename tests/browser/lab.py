@@ -34,7 +34,9 @@ BOTH = pytest.mark.parametrize(
 )
 """Run a test in JupyterLab and, in `make nightly`, in Notebook 7."""
 OWN_PAGE = pytest.mark.own_page
-"""Mark of a test that reloads its page, or leaves listeners, styles or panels in it."""
+"""Mark of a test that leaves listeners, styles or panels in its page, or whose page must be opened in
+its size or have loaded nothing before.
+"""
 CHROMIUM_ARGUMENTS = [
     "--headless",
     "--no-sandbox",
