@@ -34,6 +34,9 @@ SHARING = (
     "test_graphs_in_lab.py",
     "test_after_the_kernel.py",
     "test_nan_in_lab.py",
+    "test_history_in_lab.py",
+    "test_magics_in_lab.py",
+    "test_memory_in_lab.py",
 )
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {

@@ -34,8 +34,8 @@ BOTH = pytest.mark.parametrize(
 )
 """Run a test in JupyterLab and, in `make nightly`, in Notebook 7."""
 OWN_PAGE = pytest.mark.own_page
-"""Mark of a test that leaves listeners, styles or panels in its page, or whose page must be opened in
-its size or have loaded nothing before.
+"""Mark of a test that leaves listeners, styles or panels in its page, or needs a page that was
+opened in the test's size or has not yet loaded a view.
 """
 CHROMIUM_ARGUMENTS = [
     "--headless",
