@@ -37,6 +37,7 @@ SHARING = (
     "test_history_in_lab.py",
     "test_magics_in_lab.py",
     "test_memory_in_lab.py",
+    "test_metrics_in_lab.py",
 )
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {
