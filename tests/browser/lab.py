@@ -326,6 +326,8 @@ class Notebook:
     def close(self) -> None:
         """End the kernel and switch back to the light theme."""
         self.theme("JupyterLab Light")
+        # An edited field tells the kernel when it is left: too late once the kernel has ended.
+        self.page.evaluate("() => document.activeElement?.blur()")
         self.page.evaluate("() => window.panel.sessionContext.shutdown()")
 
     def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:
