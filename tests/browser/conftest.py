@@ -38,6 +38,7 @@ SHARING = (
     "test_magics_in_lab.py",
     "test_memory_in_lab.py",
     "test_metrics_in_lab.py",
+    "test_ranks_in_lab.py",
 )
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
 CLOSE = """async () => {
