@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.lab import (
     CHROMIUM_ARGUMENTS,
@@ -27,8 +27,26 @@ from tests.support.waiting import HANGS_S
 expect.set_options(timeout=1000 * HANGS_S)
 
 SIZE = {"width": 1280, "height": 1000}
-SHARING = ("test_chart_tools_in_lab.py",)
+SHARING = (
+    "test_chart_tools_in_lab.py",
+    "test_charts_in_lab.py",
+    "test_panel_in_lab.py",
+    "test_graphs_in_lab.py",
+    "test_after_the_kernel.py",
+    "test_nan_in_lab.py",
+    "test_history_in_lab.py",
+    "test_magics_in_lab.py",
+    "test_memory_in_lab.py",
+    "test_metrics_in_lab.py",
+    "test_ranks_in_lab.py",
+)
 """Files whose tests share a page, one after the other, except those with the mark `OWN_PAGE`."""
+CLOSE = """async () => {
+    if (!location.pathname.startsWith('/lab/')) return;
+    [...window.jupyterapp.shell.widgets('main')].forEach(each => each.dispose());
+    await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+}"""
+"""Close every notebook of JupyterLab, and wait until the page has been painted without them."""
 FAILED = pytest.StashKey[bool]()
 LAST_WORDS = "Canceled future for create_subshell_request message before replies were done"
 """JupyterLab's own unhandled rejection when a kernel ends just after a subshell was requested. It
@@ -85,44 +103,87 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     return server
 
 
+class Watched:
+    """A page whose script errors are collected."""
+
+    def __init__(self, chromium: Browser) -> None:
+        context = chromium.new_context(viewport=SIZE)
+        context.set_default_timeout(1000 * HANGS_S)
+        self.page = context.new_page()
+        self._errors: list[str] = []
+        self.page.on("pageerror", lambda error: self._errors.append(f"{error}\n{error.stack}"))
+
+    def errors(self) -> list[str]:
+        """Return the errors since the last call, without those of JupyterLab and Notebook 7."""
+        self.page.evaluate("() => null")  # every error before its answer has arrived
+        found, self._errors[:] = self._errors[:], []
+        found = [error for error in found if LAST_WORDS not in error]
+        return [e for e in found if not (NOTEBOOKS_OWN in e and "(reading 'schema')" in e)]
+
+    def reset(self) -> None:
+        """Close the notebooks, so that an error of that is one of the test that opened them."""
+        self.page.evaluate(CLOSE)
+        self.page.mouse.move(0, 0)
+        self.page.set_viewport_size(SIZE)
+
+    def close(self) -> None:
+        self.page.context.close()
+
+
+class Shared:
+    """The page that the tests of a module share, and its errors between two tests."""
+
+    def __init__(self) -> None:
+        self.late: list[str] = []
+        self._kept: Watched | None = None
+        self._last = ""
+
+    def keep(self, watched: Watched, test: str) -> None:
+        """Keep a page that `test` no longer needs."""
+        self._kept, self._last = watched, test
+
+    def take(self) -> Watched | None:
+        """Return the page. One with an error since its last test is closed, and the error noted."""
+        watched, self._kept = self._kept, None
+        if watched is not None and (errors := watched.errors()):
+            self.late += [f"after the end of {self._last}: {error}" for error in errors]
+            watched.close()
+            return None
+        return watched
+
+
 @pytest.fixture(scope="module")
-def pages() -> Iterator[list[Page]]:
-    """Keep the page that the tests of a module share: JupyterLab takes 8 s of CPU time to load."""
-    kept: list[Page] = []
-    yield kept
-    for page in kept:
-        page.context.close()
+def shared() -> Iterator[Shared]:
+    """Keep the page that the tests of a module share: JupyterLab takes 8 s of CPU time to load.
+
+    Fails after the last test if the page reported an error between two of them, which is none of
+    the test that comes next.
+    """
+    shared = Shared()
+    yield shared
+    if watched := shared.take():
+        watched.close()
+    assert not shared.late, "\n".join(shared.late)
 
 
 @pytest.fixture
-def page(chromium: Browser, pages: list[Page], request: pytest.FixtureRequest) -> Iterator[Page]:
+def page(chromium: Browser, shared: Shared, request: pytest.FixtureRequest) -> Iterator[Page]:
     """Return a page whose script errors fail the test: the module's in `SHARING`, or a new one.
 
     The one that a failed test had is not used again.
     """
     marked = request.node.get_closest_marker("own_page") is not None
     own = marked or request.path.name not in SHARING
-    if own or not pages:
-        context = chromium.new_context(viewport=SIZE)
-        context.set_default_timeout(1000 * HANGS_S)
-        page = context.new_page()
+    watched = (None if own else shared.take()) or Watched(chromium)
+    yield watched.page
+    again = not own and not request.node.stash.get(FAILED, False)
+    if again:
+        watched.reset()
+    errors = watched.errors()
+    if again and not errors:
+        shared.keep(watched, request.node.name)
     else:
-        page = pages.pop()
-        page.set_viewport_size(SIZE)
-    errors: list[str] = []
-
-    def failed(error: Error) -> None:
-        errors.append(f"{error}\n{error.stack}")
-
-    page.on("pageerror", failed)
-    yield page
-    page.remove_listener("pageerror", failed)
-    errors = [error for error in errors if LAST_WORDS not in error]
-    errors = [e for e in errors if not (NOTEBOOKS_OWN in e and "(reading 'schema')" in e)]
-    if own or errors or request.node.stash.get(FAILED, False):
-        page.context.close()
-    else:
-        pages.append(page)
+        watched.close()
     assert not errors, "\n".join(errors)
 
 
@@ -139,8 +200,12 @@ def notebook(lab: Lab, page: Page, request: pytest.FixtureRequest) -> Iterator[O
         return books[-1]
 
     yield opened
-    for book in books:
-        book.close()
+    try:
+        for book in books:
+            book.close()
+    except Exception:
+        request.node.stash[FAILED] = True  # pytest reports it after the page is given back
+        raise
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,7 +34,9 @@ BOTH = pytest.mark.parametrize(
 )
 """Run a test in JupyterLab and, in `make nightly`, in Notebook 7."""
 OWN_PAGE = pytest.mark.own_page
-"""Mark of a test that reloads its page, or leaves listeners, styles or panels in it."""
+"""Mark of a test that leaves listeners, styles or panels in its page, or needs a page that was
+opened in the test's size or has not yet loaded a view.
+"""
 CHROMIUM_ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -324,6 +326,8 @@ class Notebook:
     def close(self) -> None:
         """End the kernel and switch back to the light theme."""
         self.theme("JupyterLab Light")
+        # An edited field tells the kernel when it is left: too late once the kernel has ended.
+        self.page.evaluate("() => document.activeElement?.blur()")
         self.page.evaluate("() => window.panel.sessionContext.shutdown()")
 
     def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:

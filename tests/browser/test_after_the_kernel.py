@@ -72,6 +72,7 @@ def test_a_run_whose_kernel_died(
     expect(exported.locator("body")).to_contain_text(RESUMED)
     expect(exported.locator("body")).not_to_contain_text("step 0 of")
     exported.screenshot(path=SCREENSHOTS / "kernel-died-page.png")
+    exported.close()
 
 
 LOOP = """
@@ -144,35 +145,11 @@ def test_a_run_whose_kernel_was_shut_down(notebook: Opens, page: Page) -> None:
 
 
 WRAPPED = """
-wrapped = ortlab.wrap(model, engine="ort")
+wrapped = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
+wrapped = ortlab.wrap(wrapped, engine="ort")
 nn.functional.cross_entropy(wrapped(inputs[:8]), train[:8][1]).backward()
 %ort recompute wrapped
 """
-
-
-@pytest.mark.parametrize(
-    ("cell", "live", "told"),
-    [
-        ("%ort panel model train", ".ortlab-panel-view", "learning_rate"),
-        (WRAPPED, ".ortlab-recompute", "budget"),
-    ],
-)
-def test_other_views_whose_kernel_died(
-    notebook: Opens, page: Page, cell: str, live: str, told: str
-) -> None:
-    book = notebook([SETUP, cell])
-    book.run_cell(0)
-    book.run_cell(1)
-    expect(page.locator(live)).to_be_visible()
-    still = page.locator("[data-ortlab-still]")
-    expect(still).to_be_hidden()
-    kill(book)
-    page.get_by_role("button", name="Ok", exact=True).click()
-    expect(page.locator(live)).to_have_attribute("inert", "")
-    book.reload()
-    expect(still).to_be_visible()
-    expect(still).to_contain_text(told)
-    expect(page.get_by_text("Error displaying widget")).to_be_hidden()
 
 
 RACE = """
@@ -180,21 +157,36 @@ race = %ort race model train --loss cross_entropy --engines eager --rounds 10000
 """
 
 
-def test_a_race_whose_kernel_died(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    book = notebook([SETUP, RACE])
-    book.run_cell(0)
-    book.run_cell(1)
+def test_other_views_whose_kernel_died(notebook: Opens, page: Page, screenshot: Takes) -> None:
+    book = notebook([SETUP, "%ort panel model train", WRAPPED, RACE])
+    for cell in range(4):
+        book.run_cell(cell)
+    panel, recompute = page.locator(".ortlab-panel-view"), page.locator(".ortlab-recompute")
     buttons = page.locator(".ortlab-search")
     expect(buttons.get_by_role("button", name="Stop")).to_be_enabled()
+    views = {1: (panel, "learning_rate"), 2: (recompute, "budget")}
+    for cell, (live, _) in views.items():
+        expect(live).to_be_visible()
+        expect(book.cell(cell).locator("[data-ortlab-still]")).to_be_hidden()
     kill(book)
     page.get_by_role("button", name="Ok", exact=True).click()
-    expect(buttons).to_have_attribute("inert", "")
-    expect(book.cell(1)).to_contain_text("The kernel has ended: run the cells above")
+    for live in (panel, recompute, buttons):
+        expect(live).to_have_attribute("inert", "")
+    expect(book.cell(3)).to_contain_text("The kernel has ended: run the cells above")
+    book.cell(3).scroll_into_view_if_needed()
     screenshot("race-kernel-died")
+    book.reload()
+    for cell, (_, told) in views.items():
+        still = book.cell(cell).locator("[data-ortlab-still]")
+        expect(still).to_be_visible()
+        expect(still).to_contain_text(told)
+        expect(book.cell(cell).get_by_text("Error displaying widget")).to_be_hidden()
 
 
-def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -> None:
-    book = notebook([SETUP, RUN.replace("5000", "1"), "await run"])
+def test_a_run_that_is_over_has_its_picture_and_its_charts_again(
+    notebook: Opens, page: Page, screenshot: Takes
+) -> None:
+    book = notebook([SETUP, RUN.replace("5000", "1"), "await run", "run"])
     for cell in range(3):
         book.run_cell(cell)
     expect(page.locator("img[src^='data:image/png']").first).to_be_visible()
@@ -204,13 +196,7 @@ def test_a_run_that_ends_leaves_its_picture_alone(notebook: Opens, page: Page) -
     last = page.locator(".jp-OutputArea-child").filter(has=page.locator(".jp-RenderedHTMLCommon"))
     assert all(each["height"] < 20 for each in [last.last.bounding_box() or {"height": 0}])
 
-
-def test_a_run_that_is_over_has_its_charts_again(
-    notebook: Opens, page: Page, screenshot: Takes
-) -> None:
-    book = notebook([SETUP, RUN.replace("5000", "1"), "await run", "run"])
-    for cell in range(4):
-        book.run_cell(cell)
+    book.run_cell(3)
     run = page.locator(".ortlab-run")
     expect(run.locator(".ortlab-state")).to_have_text("finished")
     expect(run.get_by_label("Smoothing")).to_be_visible()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import FrameLocator, Locator, Page, expect
 
-from tests.browser.lab import NEEDS_ORT, Lab, Opens, Takes
+from tests.browser.lab import NEEDS_ORT, OWN_PAGE, Lab, Opens, Takes
 from tests.support.lab_views import BERT, drawn, graph, pane
 
 pytestmark = [pytest.mark.browser, NEEDS_ORT]
@@ -108,17 +108,16 @@ def test_a_click_on_a_line_of_code_selects_its_nodes_in_both_graphs(
     click(details.get_by_text("return torch.sin(x)"))
     expect(view.locator(".ortlab-kind")).to_have_text("line")
     expect(book.page.locator("[data-ortlab-still]").filter(has_text="self.inner")).to_be_hidden()
-
-
-def test_a_click_on_a_line_of_a_model_in_evaluation(notebook: Opens) -> None:
-    book = notebook([LINES, "model.eval()\n%ort lines model --batch batch"])
-    book.run()
-    view = graph(book)
+    evaluated = 'model = ortlab.wrap(Net(), engine="ort").eval()\n%ort lines model --batch batch'
+    book.run_next(evaluated)
+    expect(book.page.locator(".ortlab-graph")).to_have_count(2)
+    view = graph(book, 1)
     click(view.locator(".ortlab-code summary", has_text="# <b>"))
     selected = pane(view, "forward").locator(".graph-node.select")
     expect(selected).to_have_text(re.compile("^Sin"))
 
 
+@OWN_PAGE
 def test_a_closed_view_leaves_no_graph_in_the_page(notebook: Opens, page: Page) -> None:
     """A closed view releases its graph, although JupyterLab keeps the models of closed widgets."""
     book = notebook([BERT, SHOW])
@@ -241,6 +240,7 @@ def test_search_and_folding(notebook: Opens, page: Page, screenshot: Takes) -> N
     expect(view.locator(".ortlab-pane")).to_have_count(1)
 
 
+@OWN_PAGE
 def test_nothing_leaves_the_page(notebook: Opens, page: Page, lab: Lab) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -266,6 +266,7 @@ def test_nothing_leaves_the_page(notebook: Opens, page: Page, lab: Lab) -> None:
         assert frame.evaluate("() => document.body.innerText").count("cookies") == 0
 
 
+@OWN_PAGE  # in which no view has netron
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
@@ -342,6 +343,7 @@ def test_a_saved_page_has_the_picture(notebook: Opens, page: Page, screenshot: T
     screenshot("graph-saved-dark")
 
 
+@OWN_PAGE
 def test_nothing_is_cut_off_on_a_narrow_page(
     notebook: Opens, page: Page, screenshot: Takes
 ) -> None:
@@ -357,6 +359,7 @@ def test_nothing_is_cut_off_on_a_narrow_page(
     assert view.evaluate(wide) == []
 
 
+@OWN_PAGE  # in which no view has netron
 def test_a_busy_kernel_is_waited_for(notebook: Opens, page: Page, tmp_path: Path) -> None:
     free = tmp_path / "free"
     show = "Graphs('Net', {'exported': stage(['a', 'b'])})"

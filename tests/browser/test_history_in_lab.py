@@ -152,7 +152,7 @@ def test_the_runs_fit_into_a_page_of_1280_pixels(
     screenshot("runs-1280-dark")
     # Pages without a kernel show the static table.
     static = page.locator(".ortlab-runs").first
-    page.add_style_tag(content=".ortlab-history { display: none } ")
+    style = page.add_style_tag(content=".ortlab-history { display: none } ")
     page.evaluate(
         "() => document.querySelectorAll('[data-ortlab-still]')"
         ".forEach(each => each.style.setProperty('display', 'block', 'important'))"
@@ -161,3 +161,4 @@ def test_the_runs_fit_into_a_page_of_1280_pixels(
     static.scroll_into_view_if_needed()
     screenshot("runs-1280-static-dark")
     assert inside <= room <= area, f"the table is {inside} px wide, its output {area} px"
+    style.evaluate("style => style.remove()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Dialog, Page, expect
 
 from tests.browser.lab import BOTH, Opens, Takes
 
@@ -43,7 +43,10 @@ run = %ort finetune model train --eval-dataset held_out --loss cross_entropy --e
 
 
 def test_own_metrics_have_a_chart(notebook: Opens, page: Page, screenshot: Takes) -> None:
-    page.on("dialog", lambda _: pytest.fail("a name was executed"))
+    def executed(_: Dialog) -> None:
+        pytest.fail("a name was executed")
+
+    page.on("dialog", executed)
     book = notebook([SETUP, RUN, "run.stop()\nawait run"])
     book.run_cell(0)
     book.run_cell(1)
@@ -63,6 +66,7 @@ def test_own_metrics_have_a_chart(notebook: Opens, page: Page, screenshot: Takes
     book.run_cell(2)
     expect(page.locator("img[src^='data:image/png']").first).to_be_visible()
     screenshot("metrics-picture")
+    page.remove_listener("dialog", executed)
 
 
 def test_a_run_without_evaluations_has_no_such_chart(notebook: Opens) -> None:

@@ -38,6 +38,7 @@ train, valid = ortlab.data.digits()
     "run = %ort finetune model train --loss cross_entropy --engine eager --epochs 10000 "
     "--workers 2 --zero-stage 1",
 ]
+TOGGLE_FILES = "() => window.jupyterapp.commands.execute('application:toggle-left-area')"
 CUT_OFF = """section => [...section.querySelectorAll('*')].filter(e => e.clientWidth > 1
     && e.scrollWidth > e.clientWidth + 1 && !e.closest('svg')).map(e => e.className)"""
 OUTSIDE = """section => { const box = section.getBoundingClientRect();
@@ -65,7 +66,7 @@ def whole(section: Locator) -> None:
 def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> None:
     page.set_viewport_size({"width": 1280, "height": 1150})
     book = notebook(CELLS)
-    page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")
+    page.evaluate(TOGGLE_FILES)
     book.run()
     run = book.view()
     section = run.get_by_role("region", name="Workers")
@@ -133,6 +134,7 @@ def test_the_ranks_of_a_run(notebook: Opens, page: Page, screenshot: Takes) -> N
     assert "ZeRO stage 1 on 2 workers" in words
     picture.scroll_into_view_if_needed()
     screenshot("ranks-picture")
+    page.evaluate(TOGGLE_FILES)
 
 
 def test_a_run_in_one_process_has_no_such_section_until_there_are_ranks(notebook: Opens) -> None:
