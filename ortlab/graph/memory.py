@@ -30,8 +30,8 @@ _IDLE = ("parameter", "optimizer state", "batch")
 GROWTH: Final = 1.75
 """Upper limit of the growth of a process in a step, relative to the step's tensors.
 
-malloc keeps what was freed, and neither malloc nor ORT's arena, which grows by powers of two, can
-use every gap between tensors again. Measured on glibc: up to 1.56, see tests/bench/memory.py.
+malloc keeps what was freed, and neither malloc nor ORTModule's arena, which grows by powers of two,
+can use every gap between tensors again. Measured on glibc: up to 1.56, see tests/bench/memory.py.
 """
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")

@@ -233,7 +233,7 @@ def resident(field: str) -> int:
 
 def _child(case: Case, engine: str) -> dict[str, float]:
     give_back_at_once()
-    settings = {"ort": {}, "ortmodule": {"arena": False, "cache": False}}[engine]
+    settings = {"ort": {"arena": False}, "ortmodule": {"arena": False, "cache": False}}[engine]
     with tempfile.TemporaryDirectory() as folder:
         training = Training(case, {"engine": engine, **settings}, folder)
         plan = ortlab.memory_plan(training.model)

@@ -13,10 +13,10 @@ from ortlab.utils.process_memory import memory, parse_bytes
 
 METHOD = (
     "Each trial is a fresh process that makes three steps under RLIMIT_DATA, with glibc set to "
-    "return freed memory at once. A batch does not fit if the process runs out of memory. The "
-    "limit and the peak count beyond what the process has when the libraries are loaded and it has "
-    "no model. Predicted peak: memory that a process with a small batch holds between steps "
-    "(measured), plus the step's tensors by ortlab's memory plan."
+    "return freed memory at once. A batch does not fit if the process runs out of memory; the "
+    "largest is found within 1%. The limit and the peak count beyond what the process has when the "
+    "libraries are loaded and it has no model. Predicted peak: memory that a process with a small "
+    "batch holds between steps (measured), plus the step's tensors by ortlab's memory plan."
 )
 
 
@@ -44,7 +44,9 @@ class LargestBatches:
             hint = None
             for engine in (each for each in SET_UPS if each in engines):
                 for set_up in SET_UPS[engine][: 1 if self._settings.quick else None]:
-                    largest = Search(model, set_up, self.limit_bytes, self._settings).run(hint)
+                    largest = Search(
+                        model, set_up, self.limit_bytes, self._settings, close=_CLOSE
+                    ).run(hint)
                     self.found.append(largest)
                     hint = largest.rows or hint
 
@@ -94,7 +96,10 @@ class LargestBatches:
         if not errors or self._settings.quick:
             return []
         within = sum(abs(error) <= _BAR for error in errors)
-        high = sum((each.predicted_rows or 0) > (each.rows or 0) for each in self.found)
+        high = sum(
+            (each.predicted_rows or 0) >= (each.refused_rows or (each.rows or 0) + 1)
+            for each in self.found
+        )
         worst = max(errors, key=abs)
         return [
             f"Of {len(errors)} predicted batches {within} are within {_BAR:.0%}, {high} are too "
@@ -104,6 +109,8 @@ class LargestBatches:
 
 
 _BAR = 0.05
+_CLOSE = 0.01
+"""Relative difference between the largest batch and one that does not fit."""
 
 
 def beside(

@@ -5,12 +5,13 @@ and smaller ones in other threads than the main one. The next step then waits fo
 touches, with BERT 4 x 768 on two cores for a fifth of its time. ORT's arena keeps its blocks. It
 has the large results of operators in torch, too.
 
-The arena is emptied when larger tensors come than before, since they would not fit in what it
-keeps, and when no model needs it any more.
+What the arena does not use is released when larger tensors come than before, since they would not
+fit in it, where ORT runs out of memory, and after the last model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -24,8 +25,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import fx
 
-from ortlab.engines.ort.lowering.graph import IR_VERSION, OPSET
-from ortlab.engines.ort.onnx_model import bytes_of
+from ortlab.engines.ort.lowering.graph import IR_VERSION, OPSET, Size, product, shape_of
+from ortlab.engines.ort.onnx_model import bytes_of, elements_of
 from ortlab.engines.ort.session import (
     Options,
     Session,
@@ -39,7 +40,17 @@ from ortlab.utils.errors import short_of_memory
 aten = torch.ops.aten
 
 _LARGE: Final = 16 << 20
-"""Bytes from which a result of torch is in the arena, where it takes 0.1 ms to get."""
+"""Bytes from which a result of torch is in the arena.
+
+To get memory from it takes 0.1 ms, and to clear it a tenth of the time to touch new memory.
+"""
+
+_ROWS_PER_TOKEN: Final = 4
+"""Rows of a table for each token from which its gradient is written to the arena.
+
+The rows of the tokens are added one after the other there, which takes longer than the rest if
+there are many.
+"""
 
 
 def _model() -> onnx.ModelProto:
@@ -57,7 +68,8 @@ def _model() -> onnx.ModelProto:
 
 @functools.cache
 def _maker() -> Session:
-    return Session(_model(), ["size"], ["bytes"])
+    prepare()
+    return Session(_model(), ["size"], ["bytes"], options=Options(threads=1))
 
 
 @functools.cache
@@ -68,7 +80,7 @@ def prepare() -> Callable[[], object]:
         Function that runs the session. It calls nothing of torch, for garbage collection may call
         it during a capture.
     """
-    session = inference_session(_model(), arena=True)
+    session = inference_session(_model(), Options(threads=1))
     options = runtime()[1].RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     threads.before_trim(release)
@@ -76,11 +88,15 @@ def prepare() -> Callable[[], object]:
 
 
 def release() -> None:
-    """Return what the arena does not use to the system."""
-    prepare()()
+    """Return what the arena does not use to the system, if ORT can.
+
+    It cannot if the user has registered an allocator with ORT that is none of its arenas.
+    """
+    with contextlib.suppress(Exception):  # ORT's exceptions have no common base class
+        prepare()()
 
 
-_users: Final[list[None]] = []
+_users: Final[list[None]] = []  # append and pop are atomic
 
 
 def release_after(user: object) -> None:
@@ -119,14 +135,26 @@ def run(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     try:
         return session(tensors)
     except SessionFailed as error:
+        if not short_of_memory(str(error)):
+            raise
         raise MemoryError(f"ONNX Runtime: {error}") from error
 
 
-def _zeros(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros in the arena."""
-    (made,) = run(_maker(), [torch.tensor([math.prod(sizes) * dtype.itemsize])])
-    # A view of the bytes would be a view for autograd, too.
-    return torch.empty(0, dtype=dtype).set_(made.untyped_storage()).view(*sizes)
+def zeros(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of zeros in the arena.
+
+    Args:
+        sizes: Its sizes.
+        dtype: Type of its elements.
+
+    Raises:
+        MemoryError: If there is not enough memory.
+    """
+    size = torch.tensor([math.prod(sizes) * dtype.itemsize], device="cpu")
+    (made,) = run(_maker(), [size])
+    # A view of the bytes would be one for autograd, too, which refuses to change it in place.
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(made.untyped_storage(), 0, tuple(sizes))
 
 
 def _embedding_gradient(
@@ -193,7 +221,7 @@ class InArena:
         if not self.options.arena:
             found: torch.Tensor = self.operator(*args, **kwargs)
             return found
-        return self.write(_zeros(self.sizes(*args), self.dtype), *args, **kwargs)
+        return self.write(zeros(self.sizes(*args), self.dtype), *args, **kwargs)
 
 
 def placed(node: fx.Node, options: Options) -> Any:
@@ -209,20 +237,25 @@ def placed(node: fx.Node, options: Options) -> Any:
         or not isinstance(value, torch.Tensor)
         or value.device.type != "cpu"
         or bytes_of(node) < _LARGE
-        or not value.is_contiguous()
     ):
         return operator
     if operator is aten.embedding_dense_backward.default:
-        if node.args[4]:  # divided by how often each row is read
+        _, indices, _, _, by_frequency = node.args
+        if by_frequency or elements_of(indices.meta["val"]) * _ROWS_PER_TOKEN > value.shape[0]:
             return operator
         return InArena(operator, value.dtype, _sizes_of_table, _embedding_gradient, options)
+    out = _out_of(operator)
+    # Expressions are compared: torch would guard a comparison of sizes.
+    shape = shape_of(value.shape)
     alike = (
         i
         for i, each in enumerate(node.args)
-        if isinstance(each, fx.Node) and _shape(each) == value.shape
+        if isinstance(each, fx.Node)
+        and isinstance(tensor := each.meta.get("val"), torch.Tensor)
+        and shape_of(tensor.shape) == shape
     )
-    i, out = next(alike, None), _out_of(operator)
-    if i is None or out is None:
+    i = next(alike, None)
+    if out is None or i is None or shape_of(value.stride()) != _strides(shape):
         return operator
     overload, name = out
 
@@ -237,5 +270,6 @@ def placed(node: fx.Node, options: Options) -> Any:
     return InArena(operator, value.dtype, sizes, write, options)
 
 
-def _shape(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "shape", None)
+def _strides(shape: Sequence[Size]) -> tuple[Size, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(product(shape[i + 1 :]) for i in range(len(shape)))

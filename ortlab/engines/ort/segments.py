@@ -61,7 +61,7 @@ _READ_STRIDES: Final = frozenset({aten.as_strided.default, aten.as_strided_scatt
 """Operators whose result depends on the strides of their input."""
 
 FASTER_IN_TORCH: Final[dict[Any, str]] = {
-    aten.embedding_dense_backward.default: "torch adds the rows in several threads, ORT in one",
+    aten.embedding_dense_backward.default: "torch adds the rows faster than ORT",
     **dict.fromkeys(recurrence.IN_ONEDNN, "oneDNN computes all steps of the layer in one operator"),
 }
 """Operators that ORT could run, alone or step by step, with the reason why torch does."""
@@ -244,7 +244,7 @@ class OrtSegment(torch.nn.Module):
         self.divided: Division | None = None
         self._options = options or Options()
         self._session: Session | None = None
-        self._largest = 0
+        self._largest = [0, 0]  # elements of all inputs but lasting ones, and the longest dimension
         self.restart()
 
     def _ordered_inputs(self) -> tuple[list[str], int, int]:
@@ -315,10 +315,11 @@ class OrtSegment(torch.nn.Module):
         Yields:
             Function that ends the profile and returns what each call ran.
         """
-        own = self._session
-        if own is None:
+        if self._session is None:
             yield list
             return
+        self._follow_options()
+        own = self._session
         self._session = twin = self._new_session(folder)
         try:
             yield twin.end_profile
@@ -358,16 +359,23 @@ class OrtSegment(torch.nn.Module):
 
     def _run(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the session, with the arena as the options have it now."""
-        if self._arena != self._options.arena:
-            self.restart(optimize=self._optimize)
+        self._follow_options()
         assert self._session is not None
         if not self._arena:
             return self._session(given)
-        elements = sum(tensor.numel() for tensor in given[self._lasting :])
-        if elements > self._largest:
+        own = given[self._lasting :]
+        size = [sum(x.numel() for x in own), max((max(x.shape, default=0) for x in own), default=0)]
+        if any(map(operator.gt, size, self._largest)):
             arena.release()
-            self._largest = elements
+            self._largest = list(map(max, size, self._largest))
         return arena.run(self._session, given)
+
+    def _follow_options(self) -> None:
+        """Create the session again if the options have another arena now."""
+        if self._arena != self._options.arena:
+            self.restart(optimize=self._optimize)
+            if not self._arena:
+                arena.release()
 
     def move_to_torch(self, node: fx.Node, reason: str) -> None:
         """Divide the segment again, with an operator in torch.
@@ -518,7 +526,7 @@ def _refused_alone(module: fx.GraphModule, in_torch: Mapping[fx.Node, str]) -> d
             own = {node, *(user for user in node.users if user.target is operator.getitem)}
             others = dict.fromkeys((other for other in computing if other not in own), "")
             try:
-                _Divider(module, others, Options()).divided()
+                _Divider(module, others, Options(arena=False)).divided()
             except NodeNotLowered as error:
                 _add_alike(module, found, node, error.reason)
     return found

@@ -8,7 +8,6 @@ the same in onnxruntime-training 1.19.2 and in today's onnxruntime.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import tempfile
@@ -111,11 +110,14 @@ class Options:
 
     Attributes:
         severity: Lowest severity of the messages that ORT prints in sessions created from now on.
-        arena: Keep freed memory for the next step, see `arena`; it holds from the next call on.
+        arena: Keep freed memory for the next step, see `arena`. A change takes effect at the next
+            call.
+        threads: Number of threads; None for torch's.
     """
 
     severity: int = SILENT
     arena: bool = True
+    threads: int | None = None
 
 
 @functools.cache
@@ -140,9 +142,8 @@ def _create_arena() -> None:
 
 def inference_session(
     model: onnx.ModelProto,
+    own: Options,
     *,
-    severity: int = SILENT,
-    arena: bool = False,
     optimize: bool = True,
     path: Path | None = None,
     profiles: Path | None = None,
@@ -151,8 +152,7 @@ def inference_session(
 
     Args:
         model: Model to run.
-        severity: Lowest severity of ORT's messages to print.
-        arena: True to take memory from the arena that sessions share.
+        own: Options of the model's sessions.
         optimize: False to run the nodes as they are.
         path: File to write what the session executes to.
         profiles: Folder for a profile of all calls.
@@ -162,8 +162,8 @@ def inference_session(
     """
     ort, _ = runtime()
     options = ort.SessionOptions()
-    options.log_severity_level = severity
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = own.severity
+    options.intra_op_num_threads = own.threads or torch.get_num_threads()
     # Idle threads that spin take the cores from torch's: a step takes up to 1.56 times as long.
     if _version() >= _SPINS_BRIEFLY:
         options.add_session_config_entry("session.intra_op.allow_spinning", "1")
@@ -173,7 +173,7 @@ def inference_session(
     # With an arena of its own, a session keeps the memory of its largest call, which no other one
     # can use; with patterns, a call takes all its memory at the start.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    if arena:
+    if own.arena:
         _create_arena()
         options.add_session_config_entry("session.use_env_allocators", "1")
     if not optimize:
@@ -204,7 +204,7 @@ def executed(model: onnx.ModelProto, *, optimize: bool) -> onnx.ModelProto:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "executed.onnx"
-        inference_session(model, optimize=optimize, path=path)
+        inference_session(model, Options(arena=False), optimize=optimize, path=path)
         return onnx.load(path)
 
 
@@ -244,14 +244,12 @@ class Session:
         """
         native = runtime()[1]
         self.inputs, self.outputs = list(inputs), list(outputs)
-        severity, arena = dataclasses.astuple(options or Options())
-        session = inference_session(
-            model, severity=severity, arena=arena, optimize=optimize, profiles=profiles
-        )
+        options = options or Options()
+        session = inference_session(model, options, optimize=optimize, profiles=profiles)
         self._session = session._sess
         self._vector = native.OrtValueVector
         self._run_options = native.RunOptions()
-        self._run_options.log_severity_level = severity
+        self._run_options.log_severity_level = options.severity
         device = native.OrtDevice
         self._device = device(device.cpu(), device.default_memory(), 0)
         self._devices = [self._device] * len(self.inputs), [self._device] * len(self.outputs)

@@ -66,6 +66,7 @@ def in_own_process() -> dict[str, Any]:
     for _ in range(2):
         step(model, ids)
     found["touched without"] = touched(model, ids)
+    found["without"] = resident()
     wrapped_model(model).configure(settings)
     for _ in range(2):
         step(model, ids)
@@ -97,7 +98,7 @@ def in_own_process() -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (data + 200 * MIB, resource.RLIM_INFINITY))
     for size in (150, 180, 400):
         try:
-            arena._zeros([size * MIB], torch.uint8)
+            arena.zeros([size * MIB], torch.uint8)
             found[f"{size} MiB"] = "fits"
         except MemoryError as error:
             found[f"{size} MiB"] = str(error)
@@ -119,6 +120,11 @@ def test_a_step_touches_no_new_memory(process: dict[str, Any]) -> None:
     assert process["touched"] < 2 * MIB
     assert process["touched without"] > 100 * MIB
     assert process["touched again"] < 2 * MIB
+
+
+def test_without_the_arena_nothing_is_kept(process: dict[str, Any]) -> None:
+    """The gradients are there in both, and the arena has the activations as well."""
+    assert process["between steps"] - process["without"] > 20 * MIB
 
 
 def test_trim_and_the_end_of_the_last_model_release_the_arena(process: dict[str, Any]) -> None:
@@ -161,6 +167,35 @@ def test_large_results_of_torch_are_those_of_eager_torch(
     }
     assert "aten.embedding_dense_backward.default" in operators
     assert "aten._log_softmax_backward_data.default" in operators
+
+
+class Convolved(nn.Module):
+    """A model whose activations have as many channels as one of the batches has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu().sum()
+
+
+def test_large_results_guard_no_sizes() -> None:
+    torch._dynamo.reset()
+    model = ortlab.wrap(Convolved(), engine="ort", fallback=False, self_check=False)
+    for rows in (70, 72, 64, 80):
+        model(torch.randn(rows, 3, 32, 32)).backward()
+    phases = [graph.phase for graph in wrapped_model(model)._backend.graphs]
+    assert phases == ["forward", "backward"] * 2, "for the first size, and for all"
+
+
+def test_memory_of_the_arena_can_be_changed_in_place() -> None:
+    """Autograd refuses to change a view that was made without gradients."""
+    made = arena.zeros([2, 3], torch.float32)
+    assert not made._is_view()
+    assert made.shape == (2, 3)
+    assert made.is_contiguous()
+    assert torch.equal(made, torch.zeros(2, 3))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ export class Form {
 
   #tell(verb) {
     clearTimeout(this.typing);
+    if (this.root.closest("[inert], [hidden]")) return; // a field that was edited when the kernel ended loses the focus
     this.serial += 1;
     this.send({ do: verb, edits: this.edits, serial: this.serial });
     this.asked ||= verb !== "edit";
