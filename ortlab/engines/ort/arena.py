@@ -25,7 +25,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import fx
 
-from ortlab.engines.ort.lowering.graph import IR_VERSION, OPSET, Size, product, shape_of
+from ortlab.engines.ort.lowering.graph import IR_VERSION, OPSET, Size, hint, product, shape_of
 from ortlab.engines.ort.onnx_model import bytes_of, elements_of
 from ortlab.engines.ort.session import (
     Options,
@@ -154,7 +154,7 @@ def zeros(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     (made,) = run(_maker(), [size])
     # A view of the bytes would be one for autograd, too, which refuses to change it in place.
     empty = torch.empty(0, dtype=dtype, device="cpu")
-    return empty.set_(made.untyped_storage(), 0, tuple(sizes))
+    return empty.set_(made.untyped_storage(), 0, tuple(sizes), ())
 
 
 def _embedding_gradient(
@@ -240,8 +240,9 @@ def placed(node: fx.Node, options: Options) -> Any:
     ):
         return operator
     if operator is aten.embedding_dense_backward.default:
-        _, indices, _, _, by_frequency = node.args
-        if by_frequency or elements_of(indices.meta["val"]) * _ROWS_PER_TOKEN > value.shape[0]:
+        indices: Any = node.args[1]
+        tokens, by_frequency = elements_of(indices.meta["val"]), node.args[4]
+        if by_frequency or tokens * _ROWS_PER_TOKEN > hint(value.shape[0]):
             return operator
         return InArena(operator, value.dtype, _sizes_of_table, _embedding_gradient, options)
     out = _out_of(operator)
