@@ -24,19 +24,22 @@ KINDS: Final = ("parameter", "optimizer state", "batch", "activation", "gradient
 HOLD_SIZES = frozenset({"Shape", "Size", "com.microsoft.ConcatTraining"})
 """Operators whose last output holds sizes."""
 _YIELD = "com.microsoft.YieldOp"
-_WORKSPACE: Final[Mapping[str, tuple[int, str, int]]] = {
-    "Where": (2, "output", 0),
-    "com.microsoft.LayerNormalizationGrad": (4, "input", 1),
-    "com.microsoft.SimplifiedLayerNormalizationGrad": (4, "input", 1),
-    "com.microsoft.BiasGelu": (1, "output", 0),
-    "com.microsoft.BiasGeluGrad_dX": (1, "output", 0),
-    "org.pytorch.aten.ortlab_kernels.attention": (1, "output", 1),
-    "org.pytorch.aten.ortlab_kernels.attention_backward": (1, "input", 5),
+_WORKSPACE: Final[Mapping[str, tuple[tuple[int, str, int], ...]]] = {
+    "Where": ((2, "output", 0),),
+    "com.microsoft.LayerNormalizationGrad": ((4, "input", 1),),
+    "com.microsoft.SimplifiedLayerNormalizationGrad": ((4, "input", 1),),
+    "com.microsoft.BiasGelu": ((1, "output", 0),),
+    "com.microsoft.BiasGeluGrad_dX": ((1, "output", 0),),
+    "org.pytorch.aten.ortlab_kernels.attention": ((1, "output", 1),),
+    "org.pytorch.aten.ortlab_kernels.attention_backward": ((1, "input", 5),),
+    "torch.convolution": ((1, "output", 0),),
+    "torch.convolution_backward": ((1, "input", 0), (1, "input", 1)),
 }
-"""Workspace of each CPU kernel: how many times the size of which of its inputs or outputs.
+"""Workspaces of each CPU kernel: how many times the size of which of its inputs or outputs.
 
-Measured with ORT 1.19.2, see tests/bench/memory.py; that of Where with 1.32 as well. The other
-kernels of the models measured there allocate no workspace.
+Measured with ORT 1.19.2, see tests/bench/memory.py; that of Where with 1.32 as well, and those of
+convolutions, which oneDNN computes in a layout of its own, with torch 2.13 and large batches. The
+other kernels of the models measured there allocate no workspace.
 """
 _IN_PLACE: Final = frozenset(
     {
@@ -131,8 +134,7 @@ def lifetimes(stage: Stage, optimizer: str) -> Iterator[Tensor]:
                 kind = "activation" if _is_activation(node) else "gradient"
                 size_of = _sized_like(stage, name, views[name])
                 yield Tensor(name, kind, node.module, node.name, born, dies, size_of)
-        if node.op in _WORKSPACE:
-            times, side, place = _WORKSPACE[node.op]
+        for times, side, place in _WORKSPACE.get(node.op, ()):
             like = (node.inputs if side == "input" else node.outputs)[place]
             size_of = _sized_like(stage, like, views[like])
             yield Tensor(node.name, "workspace", node.module, node.name, at, at, size_of, times)
