@@ -269,6 +269,17 @@ def test_enter_commits_a_field_and_nothing_else(notebook: Opens, page: Page) -> 
     expect(page.locator(".ortlab-run")).to_have_count(0)
 
 
+def test_a_field_that_is_edited_when_its_kernel_ends(notebook: Opens, page: Page) -> None:
+    """It loses the focus then, and tells nobody; the page would report an error otherwise."""
+    book = notebook([MODEL, "%ort panel model train"])
+    book.run()
+    view = page.locator(".ortlab-panel-view")
+    view.get_by_label("batch size", exact=True).fill("9")
+    page.evaluate("() => window.panel.sessionContext.shutdown()")
+    expect(view).to_have_attribute("inert", "")
+    expect(view.get_by_label("batch size", exact=True)).not_to_be_focused()
+
+
 def test_enter_while_a_change_is_in_flight_waits_for_it(notebook: Opens, page: Page) -> None:
     book = notebook([MODEL, FINETUNE, "result = await run"])
     book.start()

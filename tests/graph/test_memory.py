@@ -380,6 +380,17 @@ def test_a_step_takes_what_was_predicted(engine: str) -> None:
     assert predicted == pytest.approx(measured, rel=bench.BAR)
 
 
+def test_what_a_convolution_lays_out_anew_is_at_the_peak() -> None:
+    """In its backward pass, the gradient of its result and its input, each once more."""
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 32, 3, padding=1))
+    model = ortlab.wrap(net, engine="ort", self_check=False)
+    x = torch.randn(16, 8, 32, 32)
+    model(x).sum().backward()
+    held = ortlab.memory_plan(model, x).at_peak()
+    found = sorted(each.size_bytes for each in held if each.tensor.kind == "workspace")
+    assert found == [x.nbytes, 4 * x.nbytes]
+
+
 def test_a_batch_of_one_predicts_others() -> None:
     model = ortlab.wrap(_Net(), engine="ort", self_check=False)
     plan = ortlab.memory_plan(model, torch.randn(1, 6))
