@@ -65,12 +65,16 @@ OPEN = """async path => {
 }"""
 OPENED = """path => {
     const app = window.jupyterapp;
-    if (!app) return false;
+    if (!app || document.querySelector('.jp-mod-restoring')) return false;
     const panel = [...app.shell.widgets('main')].find(w => w.context?.path === path);
     if (!panel || !panel.context.isReady || !panel.isVisible) return false;
     window.panel = panel;
     return panel.sessionContext.session?.kernel?.connectionStatus === 'connected';
 }"""
+"""Whether the notebook is open. JupyterLab opens a page's notebook twice, when it restores the layout
+and again for the address, which is done once its file browser is restored: a notebook that is closed
+in between comes back in front of the next.
+"""
 IDLE = "() => window.panel.sessionContext.session.kernel.status === 'idle'"
 OUTPUTS = """() => window.panel.content.widgets
     .filter(cell => cell.model.type === 'code').map(cell => cell.model.outputs.toJSON())"""
