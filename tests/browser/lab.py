@@ -71,9 +71,9 @@ OPENED = """path => {
     window.panel = panel;
     return panel.sessionContext.session?.kernel?.connectionStatus === 'connected';
 }"""
-"""Whether the notebook is open. JupyterLab opens a page's notebook twice, when it restores the layout
-and again for the address, which is done once its file browser is restored: a notebook that is closed
-in between comes back in front of the next.
+"""Whether the notebook is open. JupyterLab opens a page's notebook twice: when it restores the
+layout, and for the address, which is done once its file browser is restored. A notebook that is
+closed in between comes back in front of the next.
 """
 IDLE = "() => window.panel.sessionContext.session.kernel.status === 'idle'"
 OUTPUTS = """() => window.panel.content.widgets
@@ -330,8 +330,6 @@ class Notebook:
     def close(self) -> None:
         """End the kernel and switch back to the light theme."""
         self.theme("JupyterLab Light")
-        # An edited field tells the kernel when it is left: too late once the kernel has ended.
-        self.page.evaluate("() => document.activeElement?.blur()")
         self.page.evaluate("() => window.panel.sessionContext.shutdown()")
 
     def _command(self, name: str, options: Any = None, *, wait: bool = True) -> None:
