@@ -8,14 +8,17 @@ torch.compile has no eager step to compare with: its option `self_check` compare
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from ortlab.engines import plan_names
 from ortlab.engines.ort.onnx_model import NodeNotLowered, is_number, source_line
 from ortlab.engines.ort.segments import QUICK, OrtSegment
 from ortlab.engines.self_check import distance
@@ -45,6 +48,34 @@ class Moved:
         what = self.operator or "a segment"
         at = f" at {self.where}" if self.where else ""
         return f"{what}{at} runs {self.how}: ORT's result was off by {self.error:.1e}"
+
+
+@contextlib.contextmanager
+def layers_recomputed(module: nn.Module) -> Iterator[None]:
+    """Let the backward pass of calls within the context compute the model's layers again.
+
+    A step that recomputes would otherwise need the memory of one that does not, for its check.
+    Layers with buffers are called once, since a call may change them.
+
+    Args:
+        module: Model, which runs in eager torch.
+    """
+    layers = [
+        each
+        for path, each in module.named_modules()
+        if plan_names.whole_layers([plan_names.plan_of(path)]) and not list(each.buffers())
+    ]
+    own = [each.__dict__.get("forward") for each in layers]
+    for each in layers:
+        again = functools.partial(checkpoint, each.forward, use_reentrant=False)
+        each.__dict__["forward"] = again
+    try:
+        yield
+    finally:
+        for each, forward in zip(layers, own, strict=True):
+            del each.__dict__["forward"]
+            if forward is not None:
+                each.__dict__["forward"] = forward
 
 
 @contextlib.contextmanager

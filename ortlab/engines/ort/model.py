@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointError
 
 from ortlab.engines import plan_names
 from ortlab.engines.base import GraphCount, Report, tell
@@ -364,7 +365,7 @@ class OrtModel:
             self._check_s += max(0.0, time.perf_counter() - started - compiled_s)
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reference = self._observed(self._eager, args, kwargs)
+        reference = self._reference(args, kwargs)
         before = len(self._remarks)
         right = True
         for _ in range(_MOST_MOVES):
@@ -418,8 +419,18 @@ class OrtModel:
         self._fallback = reason
         return False
 
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+        if self._backend.recompute != NOTHING:
+            with contextlib.suppress(CheckpointError):  # a layer that does not repeat itself
+                return self._observed(self._eager_recomputed, args, kwargs)
+        return self._observed(self._eager, args, kwargs)
+
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(*args, **kwargs)
+
+    def _eager_recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with check.layers_recomputed(self.module):
+            return self._forward(*args, **kwargs)
 
     def _observed(
         self,

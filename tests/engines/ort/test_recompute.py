@@ -56,6 +56,29 @@ class Stack(nn.Module):
         return scores
 
 
+CALLS: list[int] = []
+"""Sizes of the batches of which eager torch has called a `Counted` layer."""
+
+
+class Counted(Layer):
+    """A layer that notes its calls in eager torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            CALLS.append(len(x))
+        return super().forward(x)
+
+
+class Unlike(Layer):
+    """A layer that stores more in every second call in eager torch, with the same result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            CALLS.append(len(x))
+            x = x + 0 * x.sin() if len(CALLS) % 2 else x
+        return super().forward(x)
+
+
 class Images(nn.Module):
     """Convolutions whose batch norms change buffers."""
 
@@ -151,6 +174,39 @@ def test_a_budget_is_kept_although_weights_are_larger() -> None:
         found[budget] = stored(model)
     assert 0.4 * found[1.0] < found[0.7] <= 0.75 * found[1.0]
     assert 0.1 * found[1.0] < found[0.4] <= 0.5 * found[1.0]
+
+
+@pytest.mark.parametrize(("settings", "times"), [({}, 1), ({"recompute": "layers"}, 2), (LITTLE, 2)])
+def test_the_check_in_eager_torch_recomputes_too(settings: dict[str, Any], times: int) -> None:
+    """A batch that fits with recompute only would not fit in its check otherwise."""
+    CALLS.clear()
+    model = Stack()
+    model.layers = nn.ModuleList(Counted() for _ in range(LAYERS))
+    reference = copy.deepcopy(model)
+    wrapped = ortlab.wrap(model, engine="ort", **settings)
+    first = step(wrapped, tokens(4))
+    assert len(CALLS) == times * LAYERS
+    assert any("checked on" in note for note in wrapped_model(wrapped).report().notes)
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+    assert first == pytest.approx(step(reference, tokens(4)), rel=1e-5, abs=1e-6)
+
+
+def test_the_check_calls_layers_with_buffers_once() -> None:
+    wrapped = ortlab.wrap(Images(), engine="ort", recompute="layers", fallback=False)
+    step(wrapped, torch.randn(4, 4, 9, 9))
+    (note,) = wrapped_model(wrapped).report().notes
+    assert "8 gradients within" in note
+    assert "buffers differ" not in note
+
+
+def test_the_check_does_not_recompute_layers_that_do_not_repeat_themselves() -> None:
+    CALLS.clear()
+    model = Stack()
+    model.layers = nn.ModuleList([Unlike()])
+    wrapped = ortlab.wrap(model, engine="ort", recompute="layers", fallback=False)
+    step(wrapped, tokens(4))
+    assert len(CALLS) == 3
+    assert wrapped_model(wrapped).report().engine_used == "ort"
 
 
 def test_of_layers_only_the_results_and_the_masks_are_stored() -> None:
