@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ortlab.engines.base import EngineUnavailable
-from ortlab.engines.ort import arena, attention, check, draws, recurrence, session
+from ortlab.engines.ort import arena, attention, check, convolution, draws, recurrence, session
 from ortlab.engines.ort.lowering.graph import RULES, hint, size_of
 from ortlab.engines.ort.onnx_model import TANGENTS, correct_types, is_number, tensors_in
 from ortlab.engines.ort.recompute import NOTHING, Call, JointGraph, Recompute
@@ -83,18 +83,19 @@ _ALSO_DECOMPOSED: Final = (
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return torch's decompositions of the operators that have no rule.
+    """Return torch's decompositions of the operators that have no rule, and those of our own.
 
     Operators that draw random numbers are not decomposed: they would draw other numbers.
     """
     found = {**core_aten_decompositions(), **get_decompositions(_ALSO_DECOMPOSED)}
-    return {
+    without_rule = {
         operator: decomposition
         for operator, decomposition in found.items()
         if operator not in RULES
         and operator not in FASTER_IN_TORCH
         and torch.Tag.nondeterministic_seeded not in operator.tags
     }
+    return {**without_rule, **convolution.DECOMPOSITIONS}
 
 
 @dataclass(frozen=True, eq=False)

@@ -723,6 +723,32 @@ def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((10, 5), {"slice", "constant_pad_nd"}),
+        ((100_000, 5), set()),
+        ((5, 100_000), {"slice"}),
+    ],
+)
+def test_ort_copies_few_or_long_runs_and_torch_many_short_ones(
+    sizes: tuple[int, int], expected: set[str]
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        cut = x.sin()[..., 1:-1].sin().cos().tanh().exp()
+        return functional.pad(cut, (1, 2)).cos().sin().tanh().exp()
+
+    backend, x = Backend(), torch.randn(sizes)
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+    names = {
+        node.target.overloadpacket.__name__
+        for segment in backend.graphs[0].division.ort_segments()
+        for node in segment.graph.graph.nodes
+        if node.op == "call_function"
+    }
+    assert names & {"slice", "constant_pad_nd"} == expected
+
+
+@pytest.mark.parametrize(
     ("between", "found"),
     [
         (lambda x: (x + 1).relu(), {"aten.add.Tensor": TOO_FEW, "aten.relu": TOO_FEW}),

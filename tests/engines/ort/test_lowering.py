@@ -449,6 +449,34 @@ LAYERS: dict[str, Case] = {
         lambda x, w: F.conv3d(x, w, padding=1),
         (floats(1, 2, 4, 4, 4), floats(3, 2, 3, 3, 3)),
     ),
+    "convolution of one pixel": (
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (floats(2, 3, 1, 1), floats(4, 3, 3, 3)),
+    ),
+    "convolution of a whole image": (
+        lambda x, w, b: F.conv2d(x, w, b),
+        (floats(2, 3, 5, 4), floats(4, 3, 5, 4), floats(4)),
+    ),
+    "convolution of the first pixels": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=(5, 3), padding=(1, 2)),
+        (floats(2, 3, 4, 2), floats(4, 3, 3, 5), floats(4)),
+    ),
+    "convolution over padding alone": (
+        lambda x, w, b: F.conv2d(x, w, b, stride=9, padding=3),
+        (floats(2, 3, 2, 2), floats(4, 3, 2, 2), floats(4)),
+    ),
+    "grouped convolution of one pixel": (
+        lambda x, w: F.conv2d(x, w, padding=1, groups=2),
+        (floats(2, 4, 1, 1), floats(6, 2, 3, 3)),
+    ),
+    "dilated convolution of one pixel": (
+        lambda x, w: F.conv2d(x, w, padding=2, dilation=2),
+        (floats(2, 4, 1, 1), floats(6, 4, 3, 3)),
+    ),
+    "convolution of a volume": (
+        lambda x, w, b: F.conv3d(x, w, b, padding=1),
+        (floats(2, 3, 1, 2, 1), floats(4, 3, 3, 4, 3), floats(4)),
+    ),
     "transposed convolution": (
         lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1),
         (floats(2, 3, 4, 5), floats(3, 4, 3, 3), floats(4)),
@@ -626,6 +654,32 @@ def _compare(expected: list[Tensor], found: list[Tensor]) -> None:
         assert one.dtype is other.dtype
         assert one.shape == other.shape
         torch.testing.assert_close(other, one, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("convolution of one pixel", False),
+        ("convolution of a whole image", False),
+        ("convolution of the first pixels", False),
+        ("convolution of a volume", False),
+        ("convolution over padding alone", True),
+        ("grouped convolution of one pixel", True),
+        ("convolution with a stride", True),
+    ],
+)
+def test_a_convolution_with_a_single_position_is_a_product(name: str, left: bool) -> None:
+    function, given = LAYERS[name]
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend.held_weakly(), fullgraph=True)
+    compiled(*given).sum().backward()
+    targets = {
+        str(node.target)
+        for graph in backend.graphs
+        for segment in graph.division.ort_segments()
+        for node in segment.graph.graph.nodes
+    }
+    assert any("convolution" in target for target in targets) == left
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -176,7 +176,9 @@ def test_a_budget_is_kept_although_weights_are_larger() -> None:
     assert 0.1 * found[1.0] < found[0.4] <= 0.5 * found[1.0]
 
 
-@pytest.mark.parametrize(("settings", "times"), [({}, 1), ({"recompute": "layers"}, 2), (LITTLE, 2)])
+@pytest.mark.parametrize(
+    ("settings", "times"), [({}, 1), ({"recompute": "layers"}, 2), (LITTLE, 2)]
+)
 def test_the_check_in_eager_torch_recomputes_too(settings: dict[str, Any], times: int) -> None:
     """A batch that fits with recompute only would not fit in its check otherwise."""
     CALLS.clear()
