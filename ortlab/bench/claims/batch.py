@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ortlab.bench.claims.search import RESERVE, SET_UPS, Largest, Search, SearchSettings
+from ortlab.bench.claims.search import PREDICTION, SET_UPS, Largest, Search, SearchSettings
 from ortlab.bench.result import table
 from ortlab.utils.process_memory import memory, parse_bytes
 
@@ -17,7 +17,7 @@ METHOD = (
     "largest is found within 1%. The limit and the peak count beyond what the process has when the "
     "libraries are loaded and it has no model. Predicted peak: memory that a process with a small "
     "batch holds between steps (measured), plus the step's tensors by ortlab's memory plan. "
-    f"Predicted batch: the largest whose predicted peak is {1 - RESERVE:.0%} of the limit or less."
+    f"{PREDICTION}"
 )
 
 

@@ -21,12 +21,15 @@ FIRST_ROWS, FIRST_ROWS_QUICK = 8, 256
 PROBE_ROWS = 4
 """Batch whose memory is measured for a prediction."""
 _WITH_PLAN = ("ort", "ortmodule")
-RESERVE = 0.02
+_RESERVE = 0.02
 """Share of the limit that a predicted batch leaves to what no plan knows.
 
 Kernels reserve scratch memory that they do not write to, which counts, too: oneDNN four times the
 weight for each thread, where an image is smaller than the kernel.
 """
+PREDICTION = (
+    f"Predicted batch: the largest whose predicted peak is {1 - _RESERVE:.0%} of the limit or less."
+)
 
 
 def _set_ups(engine: str, **options: object) -> tuple[SetUp, ...]:
@@ -258,7 +261,7 @@ class Search:
         found = Largest(self._probe.model, self._set_up.label)
         try:
             predicted, unplanned = self._predicted()
-            by_plan = sum(size <= self._limit_bytes * (1 - RESERVE) for size in predicted)
+            by_plan = sum(size <= self._limit_bytes * (1 - _RESERVE) for size in predicted)
             if predicted:
                 hint = by_plan
             start = hint or (FIRST_ROWS_QUICK if self._quick else FIRST_ROWS)

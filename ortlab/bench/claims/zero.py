@@ -10,7 +10,7 @@ from typing import Any
 
 from ortlab.bench.claims.batch import LargestBatches, beside, ended
 from ortlab.bench.claims.children import Request, SetUp, TrialFailed, child
-from ortlab.bench.claims.search import MOST_ROWS, Largest, Search, ZeroSettings
+from ortlab.bench.claims.search import MOST_ROWS, PREDICTION, Largest, Search, ZeroSettings
 from ortlab.bench.result import table
 from ortlab.engines import compatibility
 from ortlab.engines.base import tell
@@ -37,7 +37,7 @@ METHOD = (
     "peak: the rest of a step, measured with two batches in one process, with the predicted "
     "parameters and optimizer state, and with what a rank holds in addition when activations "
     "peak: DistributedDataParallel's gradients, or DeepSpeed's buffers and, at stage 3, its shard "
-    "of the gradients."
+    f"of the gradients. {PREDICTION}"
 )
 
 
