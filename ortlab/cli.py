@@ -23,6 +23,7 @@ from ortlab.engines.base import progress
 from ortlab.settings import Declaration, Settings
 from ortlab.utils import contention, warn_once
 from ortlab.utils.findings import findings_table
+from ortlab.utils.plain_onnxruntime import NO_TELEMETRY
 
 if TYPE_CHECKING:
     from ortlab.bench.claims.claim import ClaimBench
@@ -394,7 +395,7 @@ def _lab(arguments: Sequence[str]) -> int:
     if hasattr(os, "getuid") and os.getuid() == 0:  # JupyterLab refuses root without it
         options.append("--allow-root")
     environment = dict(os.environ)
-    for name, value in contention.SLEEPING.items():
+    for name, value in {**contention.SLEEPING, **NO_TELEMETRY}.items():
         environment[name] = environment.get(name) or value  # OpenMP refuses an empty one
     command = [sys.executable, "-m", "jupyterlab", *options, *arguments]
     sys.stdout.flush()

@@ -61,14 +61,18 @@ def test_doctor_where_it_cannot(tmp_path: Path) -> None:
     ("given", "address"), [((), "127.0.0.1"), (("--ip=localhost",), "localhost")]
 )
 def test_lab(given: tuple[str, ...], address: str, tmp_path: Path) -> None:
-    """JupyterLab runs with the options of ortlab and of the user, and with threads that sleep."""
+    """JupyterLab runs with the options of ortlab and of the user, and its kernels with ours."""
     config = tmp_path / "jupyter_lab_config.py"
-    config.write_text("import os, sys; print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)\n")
+    config.write_text(
+        "import os, sys\n"
+        "print(os.environ['OMP_WAIT_POLICY'], file=sys.stderr)\n"
+        "print('telemetry off:', os.environ['ORT_DISABLE_TELEMETRY'], file=sys.stderr)\n"
+    )
     environment = {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_NO_CONFIG": ""}
-    environment["OMP_WAIT_POLICY"] = ""
+    environment["OMP_WAIT_POLICY"] = environment["ORT_DISABLE_TELEMETRY"] = ""
     answer = run("lab", *given, "--show-config", **environment)
     assert answer.returncode == 0, answer.stderr
-    assert "passive" in answer.stderr.splitlines()
+    assert {"passive", "telemetry off: 1"} <= {*answer.stderr.splitlines()}
     assert f".ip = '{address}'" in answer.stdout
     assert ".transport_encryption = 'auto'" in answer.stdout
     assert ".shutdown_wait_time = 60.0" in answer.stdout

@@ -24,6 +24,7 @@ from ortlab.engines import doctor
 from ortlab.settings import unknown_name
 from ortlab.utils import contention
 from ortlab.utils.hardware import best_threads
+from ortlab.utils.plain_onnxruntime import NO_TELEMETRY
 from ortlab.utils.tables import Column, Table
 
 OURS = "ortlab"
@@ -110,6 +111,7 @@ def install(
 def _environment(*, gpu: bool, threads: int) -> dict[str, str]:
     """Return the environment variables of a kernel; the shell's CUDA variables are kept."""
     chosen = {"OMP_NUM_THREADS": str(threads), **contention.SLEEPING}
+    chosen |= {name: os.environ.get(name, value) for name, value in NO_TELEMETRY.items()}
     if not gpu:
         # Otherwise, device='auto' would select the GPU in a kernel named CPU.
         return chosen | {"CUDA_VISIBLE_DEVICES": "-1"}

@@ -6,10 +6,13 @@ import importlib
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 IMPORTING = threading.Lock()
+NO_TELEMETRY: Final[Mapping[str, str]] = {"ORT_DISABLE_TELEMETRY": "1"}
+"""Environment in which onnxruntime sends no usage data, from its import on (Privacy.md of it)."""
 
 
 def let_threads_sleep(options: Any) -> None:
@@ -25,10 +28,10 @@ def let_threads_sleep(options: Any) -> None:
 def turn_off_telemetry() -> None:
     """Keep onnxruntime from sending usage data, unless ``ORT_DISABLE_TELEMETRY`` is already set.
 
-    Call this before onnxruntime is imported, which is when it reads the variable (Privacy.md in its
-    package).
+    Call this before onnxruntime is imported, which is when it reads the variable.
     """
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    for name, value in NO_TELEMETRY.items():
+        os.environ.setdefault(name, value)
 
 
 def plain_onnxruntime() -> ModuleType:

@@ -114,14 +114,17 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     assert stored["env"] == {
         "OMP_NUM_THREADS": str(hardware.best_threads()),
         "OMP_WAIT_POLICY": "passive",
+        "ORT_DISABLE_TELEMETRY": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "LD_LIBRARY_PATH": "/opt/cuda-11.8/lib64",
     }
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
     assert main(["kernelspec", "install", "--gpu", "--name", "other"]) == 0
     environment = kernel_json(data / "kernels" / "other")["env"]
     assert isinstance(environment, dict)
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+    assert environment["ORT_DISABLE_TELEMETRY"] == "0"
 
 
 @pytest.mark.parametrize(
