@@ -54,8 +54,9 @@ class Moved:
 def layers_recomputed(module: nn.Module) -> Iterator[None]:
     """Let the backward pass of calls within the context compute the model's layers again.
 
-    A step that recomputes would otherwise need the memory of one that does not, for its check.
-    Layers with buffers are called once, since a call may change them.
+    The check of a step that recomputes would otherwise take the memory of one that does not. A
+    layer that changes something, or draws random numbers that are not torch's, may raise an error
+    or have other results then. Layers with buffers are therefore called once.
 
     Args:
         module: Model, which runs in eager torch.
@@ -65,17 +66,24 @@ def layers_recomputed(module: nn.Module) -> Iterator[None]:
         for path, each in module.named_modules()
         if plan_names.whole_layers([plan_names.plan_of(path)]) and not list(each.buffers())
     ]
-    own = [each.__dict__.get("forward") for each in layers]
+    own = [(each, each.__dict__.get("forward")) for each in layers]
     for each in layers:
-        again = functools.partial(checkpoint, each.forward, use_reentrant=False)
-        each.__dict__["forward"] = again
+        each.__dict__["forward"] = _recomputed(each.forward)
     try:
         yield
     finally:
-        for each, forward in zip(layers, own, strict=True):
-            del each.__dict__["forward"]
+        for each, forward in own:
+            each.__dict__.pop("forward", None)
             if forward is not None:
                 each.__dict__["forward"] = forward
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False)
+
+    return recomputed
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Convolutions with a single position, as matrix products.
 
-The last stages of a network for small images have kernels that are as large as the image, or larger
-and mostly over padding. oneDNN computes them with scratch memory of several times the weight, for
-padding, too: ResNet-18 of 32 x 32 pixels has three layers of 3 x 3 over 1 x 1.
+In the last stage of a network for small images a kernel is as large as the image, or larger, and
+most of it over padding. oneDNN computes that part, too, and reserves several times the weight's
+memory for it. ResNet-18 of 32 x 32 pixels has three such layers, of 3 x 3 over 1 x 1.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class _Window:
     """The only position of a kernel.
 
     Attributes:
-        begins: First element of the kernel in each dimension that is not over padding.
-        sizes: Elements of the kernel in each dimension that are not over padding. Those of the
-            image are the first ones.
+        begins: First element of the kernel that is not over padding, in each dimension.
+        sizes: Number of elements that are not over padding, in each dimension. They are over as
+            many first elements of the image.
     """
 
     begins: tuple[int, ...]
@@ -41,18 +41,19 @@ class _Window:
         dilation: Sequence[int],
         groups: int,
     ) -> _Window | None:
-        """Return the window of a convolution; None if it has several positions."""
+        """Return the window of a convolution; None if it has several positions, or one element."""
         image, kernel = x.shape[2:], weight.shape[2:]
         steps, around, apart = (
             [*given] * (len(image) if len(given) == 1 else 1)
             for given in (stride, padding, dilation)
         )
-        if groups != 1 or set(apart) != {1}:
+        numbers = (*image, *kernel, *steps, *around, *apart, groups)
+        if not all(isinstance(each, int) for each in numbers):
+            return None  # a symbol: other images may have more positions
+        if groups != 1 or any(each != 1 for each in apart) or math.prod(kernel) == 1:
             return None
         sizes = []
         for n, k, step, p in zip(image, kernel, steps, around, strict=True):
-            if not all(isinstance(each, int) for each in (n, k, step, p)):
-                return None  # a symbol: other images may have more positions
             if k <= p or not k <= n + 2 * p < k + step:
                 return None
             sizes.append(min(n, k - p))
@@ -60,15 +61,16 @@ class _Window:
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight's elements in the window, [outputs, inputs times elements]."""
-        for dim, (begin, size) in enumerate(zip(self.begins, self.sizes, strict=True), 2):
-            weight = weight.narrow(dim, begin, size)
-        return weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
+        return self._rows(weight, self.begins)
 
     def of_image(self, x: torch.Tensor) -> torch.Tensor:
         """Return the image's elements in the window, [batch, inputs times elements]."""
-        for dim, size in enumerate(self.sizes, 2):
-            x = x.narrow(dim, 0, size)
-        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return self._rows(x, [0] * len(self.sizes))
+
+    def _rows(self, of: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
+        for dim, (begin, size) in enumerate(zip(begins, self.sizes, strict=True), 2):
+            of = of if size == of.shape[dim] else of.narrow(dim, begin, size)
+        return of.reshape(of.shape[0], math.prod(of.shape[1:]))
 
     def to_weight(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the weight for that of its elements in the window."""
@@ -111,11 +113,12 @@ def convolution(
         padding: Zeros on each side of each dimension.
         dilation: Distance between two elements of the kernel in each dimension.
         transposed: True for the gradient of a convolution.
-        output_padding: Unused.
+        output_padding: Of transposed convolutions alone.
         groups: Number of groups of inputs and outputs.
 
     Returns:
-        The result, [batch, outputs, 1, ...]; NotImplemented if there are several positions.
+        The result, [batch, outputs, 1, ...]; NotImplemented for other convolutions, and for kernels
+        of one element, which have rules of their own.
     """
     del output_padding
     window = None if transposed else _Window.of(x, weight, stride, padding, dilation, groups)
@@ -145,17 +148,17 @@ def convolution_backward(
         gradient: Gradient of the result, [batch, outputs, 1, ...].
         x: See `convolution`.
         weight: See `convolution`.
-        bias_sizes: Unused.
+        bias_sizes: Shape of the bias, which the gradient has anyway.
         stride: See `convolution`.
         padding: See `convolution`.
         dilation: See `convolution`.
         transposed: See `convolution`.
-        output_padding: Unused.
+        output_padding: See `convolution`.
         groups: See `convolution`.
         output_mask: Which of the gradients of images, weight and bias to compute.
 
     Returns:
-        The gradients, None for others; NotImplemented if there are several positions.
+        The gradients, None for others; NotImplemented where `convolution` returns it.
     """
     del bias_sizes, output_padding
     window = None if transposed else _Window.of(x, weight, stride, padding, dilation, groups)

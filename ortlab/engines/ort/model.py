@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointError
 
 from ortlab.engines import plan_names
 from ortlab.engines.base import GraphCount, Report, tell
@@ -365,10 +364,10 @@ class OrtModel:
             self._check_s += max(0.0, time.perf_counter() - started - compiled_s)
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        reference = self._reference(args, kwargs)
+        reference, recomputed = self._reference(args, kwargs)
         before = len(self._remarks)
         right = True
-        for _ in range(_MOST_MOVES):
+        for _ in range(_MOST_MOVES + recomputed):
             found = self._observed(self._run, args, kwargs)
             if self._fallback is not None:
                 self._answer(self._fallback, passed=False)
@@ -376,6 +375,9 @@ class OrtModel:
             try:
                 verdict: object = compare(reference, found, low_precision=_is_low(self.module))
             except SelfCheckFailed as error:
+                if recomputed:
+                    reference, recomputed = self._observed(self._eager, args, kwargs), False
+                    continue
                 with check.recorded(self._segments()) as inputs:
                     self._observed(self._run, args, kwargs)
                 if moves := check.mended(inputs):
@@ -419,11 +421,15 @@ class OrtModel:
         self._fallback = reason
         return False
 
-    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Observed, bool]:
+        """Return results of eager torch, and whether layers were recomputed.
+
+        Layers that cannot be recomputed may raise any error, or have other results.
+        """
         if self._backend.recompute != NOTHING:
-            with contextlib.suppress(CheckpointError):  # a layer that does not repeat itself
-                return self._observed(self._eager_recomputed, args, kwargs)
-        return self._observed(self._eager, args, kwargs)
+            with contextlib.suppress(Exception):
+                return self._observed(self._eager_recomputed, args, kwargs), True
+        return self._observed(self._eager, args, kwargs), False
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(*args, **kwargs)

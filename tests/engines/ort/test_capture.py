@@ -728,6 +728,7 @@ def test_torch_runs_large_convolutions_and_normalizations_and_ort_small_ones(
         ((10, 5), {"slice", "constant_pad_nd"}),
         ((100_000, 5), set()),
         ((5, 100_000), {"slice"}),
+        ((100_000, 20), {"slice"}),
     ],
 )
 def test_ort_copies_few_or_long_runs_and_torch_many_short_ones(
@@ -746,6 +747,27 @@ def test_ort_copies_few_or_long_runs_and_torch_many_short_ones(
         if node.op == "call_function"
     }
     assert names & {"slice", "constant_pad_nd"} == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "select", "segments"),
+    [
+        ((400_000,), lambda x: x[:3], 1),  # one run
+        ((400_000, 2), lambda x: x[:3], 1),
+        ((500, 600), lambda x: x[:, ::2], 2),
+        ((500, 600, 4), lambda x: x[..., 1:3], 2),
+    ],
+)
+def test_a_step_makes_short_runs(
+    sizes: tuple[int, ...], select: Callable[[Tensor], Tensor], segments: int
+) -> None:
+    def function(x: Tensor) -> Tensor:
+        made: Tensor = select(x.sin() + 1).sin().cos().tanh().exp()
+        return made
+
+    backend, x = Backend(), torch.randn(sizes)
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+    assert len(list(backend.graphs[0].division.ort_segments())) == segments
 
 
 @pytest.mark.parametrize(

@@ -461,6 +461,29 @@ LAYERS: dict[str, Case] = {
         lambda x, w, b: F.conv2d(x, w, b, stride=(5, 3), padding=(1, 2)),
         (floats(2, 3, 4, 2), floats(4, 3, 3, 5), floats(4)),
     ),
+    "convolution of one position of a sequence": (
+        lambda x, w, b: F.conv1d(x, w, b, padding=2),
+        (floats(2, 3, 1), floats(4, 3, 5), floats(4)),
+    ),
+    "convolution of one pixel in channels last": (
+        lambda x, w: F.conv2d(x, w, padding=1),
+        (
+            floats(2, 3, 1, 1).detach().to(memory_format=torch.channels_last).requires_grad_(),
+            floats(4, 3, 3, 3).detach().to(memory_format=torch.channels_last).requires_grad_(),
+        ),
+    ),
+    "convolution of one pixel with frozen weights": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1),
+        (floats(2, 3, 1, 1), floats(4, 3, 3, 3).detach(), floats(4).detach()),
+    ),
+    "convolution of one pixel with a trained bias": (
+        lambda x, w, b: F.conv2d(x, w, b, padding=1),
+        (floats(2, 3, 1, 1).detach(), floats(4, 3, 3, 3).detach(), floats(4)),
+    ),
+    "convolution with a size as its dilation": (
+        lambda x, w: F.conv2d(x, w, padding=x.shape[0], dilation=x.shape[0]),
+        (floats(2, 3, 5, 5), floats(4, 3, 3, 3)),
+    ),
     "convolution over padding alone": (
         lambda x, w, b: F.conv2d(x, w, b, stride=9, padding=3),
         (floats(2, 3, 2, 2), floats(4, 3, 2, 2), floats(4)),
@@ -617,6 +640,10 @@ EVERY = {
 }
 
 IN_TORCH = {
+    ("layers: convolution with a size as its dilation", True): {
+        "aten.convolution",
+        "aten.convolution_backward",
+    },
     ("indexing: embedding", False): {"aten.embedding_dense_backward"},
     ("indexing: embedding", True): {"aten.embedding_dense_backward"},
     ("indexing: embedding with padding", False): {"aten.embedding_dense_backward"},
