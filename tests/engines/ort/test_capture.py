@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -749,8 +749,14 @@ def test_ort_copies_few_or_long_runs_and_torch_many_short_ones(
     assert names & {"slice", "constant_pad_nd"} == expected
 
 
+def test_memory_that_runs_out_in_ort_is_the_reason_for_torch() -> None:
+    graph = fx.symbolic_trace(lambda x: x * 2)
+    message = "running Mul node. Name:'mul/Mul.0' Status Message: std::bad_alloc"
+    assert segments._blamed(graph, message).reason == "memory ran out while ORT computed it"
+
+
 @pytest.mark.parametrize(
-    ("sizes", "select", "segments"),
+    ("sizes", "select", "count"),
     [
         ((400_000,), lambda x: x[:3], 1),  # one run
         ((400_000, 2), lambda x: x[:3], 1),
@@ -759,7 +765,7 @@ def test_ort_copies_few_or_long_runs_and_torch_many_short_ones(
     ],
 )
 def test_a_step_makes_short_runs(
-    sizes: tuple[int, ...], select: Callable[[Tensor], Tensor], segments: int
+    sizes: tuple[int, ...], select: Callable[[Tensor], Tensor], count: int
 ) -> None:
     def function(x: Tensor) -> Tensor:
         made: Tensor = select(x.sin() + 1).sin().cos().tanh().exp()
@@ -767,7 +773,7 @@ def test_a_step_makes_short_runs(
 
     backend, x = Backend(), torch.randn(sizes)
     torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
-    assert len(list(backend.graphs[0].division.ort_segments())) == segments
+    assert len(list(backend.graphs[0].division.ort_segments())) == count
 
 
 @pytest.mark.parametrize(
