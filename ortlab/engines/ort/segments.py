@@ -125,6 +125,8 @@ def _selects_short_runs(node: fx.Node) -> bool:
 def _faster_in_torch(node: fx.Node) -> str | None:
     """Return why torch runs a node that ORT could run; None if it does not."""
     given: tuple[Any, ...] = node.args
+    if node.target is aten.gelu_backward.default and _viewed(given[1]).op != "placeholder":
+        return None  # recomputed: an ORT segment releases what it computes again tensor by tensor
     if node.target in _FASTER_WHEN_LARGE:
         least, reason = _FASTER_WHEN_LARGE[node.target]
         nodes = (node, *node.all_input_nodes)
