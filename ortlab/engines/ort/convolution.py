@@ -102,7 +102,7 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> torch.Tensor:
+) -> Any:
     """Compute ``aten.convolution`` with a single position.
 
     Args:
@@ -141,7 +141,7 @@ def convolution_backward(
     output_padding: Sequence[int],
     groups: int,
     output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+) -> Any:
     """Compute ``aten.convolution_backward`` with a single position.
 
     Args:

@@ -113,10 +113,10 @@ took 3 ms.
 
 def _selects_short_runs(node: fx.Node) -> bool:
     """Return True if a slice consists of many runs of a few adjacent elements."""
-    given, *rest = node.args
-    dim, _, _, step = [*rest, *(0, None, None, 1)[len(rest) :]]
+    given: list[Any] = [*node.args]
+    x, dim, _, _, step = given + [0, None, None, 1][len(given) - 1 :]
     sizes = hints(node)
-    if sizes == hints(given):
+    if sizes == hints(x):
         return False
     run = math.prod(sizes[dim:] if step == 1 else sizes[dim:][1:])
     return run < _SHORT_RUN and math.prod(sizes) >= _MANY_RUNS * run > 0
