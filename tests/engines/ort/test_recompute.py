@@ -19,7 +19,6 @@ from ortlab.engines.plan_names import UnknownPlan
 from ortlab.settings import EngineSettings
 from ortlab.utils.process_memory import memory
 from tests.support.called_models import bert
-from tests.support.captured import in_torch
 
 LAYERS = 3
 WIDTH = 16
@@ -260,16 +259,6 @@ def test_of_layers_only_the_results_and_the_masks_are_stored() -> None:
     # A layer's last product is stored, too: it would be repeated for the norm's input alone.
     assert LAYERS * masks < stored(model) < LAYERS * (masks + 2 * results) + 2 * results
     assert stored(model) < 0.5 * whole
-
-
-@pytest.mark.parametrize(("settings", "expected"), [({}, True), ({"recompute": "layers"}, False)])
-def test_a_large_gelu_is_differentiated_in_torch_unless_it_is_computed_again(
-    settings: dict[str, Any], expected: bool
-) -> None:
-    wrapped, reference = pair(Stack(), **settings)
-    assert_equal(wrapped, reference, tokens(400, 100))
-    moved = in_torch(wrapped_model(wrapped)._backend)
-    assert ("aten.gelu_backward" in moved) == expected
 
 
 def test_no_part_of_the_backward_pass_is_given_most_of_a_layer() -> None:
