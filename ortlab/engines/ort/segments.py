@@ -98,8 +98,8 @@ On two cores the gradient of a ReLU of 3 million elements took 19 ms in ORT and 
 normalization with a ReLU, both passes, 37 and 12, and GPT-2's backward pass 3.3 s with the gradient
 of its loss in ORT, 2.7 s without. Padding a gradient of 512 x 512 x 3 x 3 took 8 ms in ORT, 0.5 in
 torch. Other operators do not make up for another segment, after which torch's threads spin for a
-while: with GELU's gradient, 22 and 6 ms, BERT's step took as long, and its memory was predicted less
-well for other sizes.
+while: with GELU's gradient, 22 and 6 ms, BERT's step took as long, and its memory was predicted
+less exactly for other sizes.
 """
 
 _MANY_RUNS, _SHORT_RUN = 100_000, 8
