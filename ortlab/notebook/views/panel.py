@@ -124,6 +124,9 @@ class Panel:
         self._edits: dict[str, str] = {}
         self._held = self._holds()
         self._serial = 0
+        # JupyterLab moves a view's messages to a subshell, a thread of its own, which may overtake
+        # those before it.
+        self._receiving = threading.Lock()
         self._asked: ChangeRequest | None = None  # last change whose outcome was not shown yet
         self._result = ("", "")
         self._failed: dict[str, str] = {}  # control -> reason of a start that failed because of it
@@ -151,11 +154,9 @@ class Panel:
         """
         verb = content["do"]
         if "edits" in content:
-            before, self._edits = self._edits, dict(content["edits"])
-            self._serial = content["serial"]
-            self._result = ("", "")
-            if any(name in self._failed for name, _ in before.items() ^ self._edits.items()):
-                self._failed = {}
+            with self._receiving:
+                if content["serial"] >= self._serial:
+                    self._edit(dict(content["edits"]), content["serial"])
         self.opened = True
         acts: dict[str, Callable[[], None]] = {
             "apply": self.apply,
@@ -169,6 +170,13 @@ class Panel:
                 acts[verb]()
             except (ValueError, RuntimeError) as error:
                 self._refuse(str(error))
+
+    def _edit(self, edits: dict[str, str], serial: int) -> None:
+        before, self._edits = self._edits, edits
+        self._serial = serial
+        self._result = ("", "")
+        if any(name in self._failed for name, _ in before.items() ^ edits.items()):
+            self._failed = {}
 
     def apply(self) -> None:
         """Request the run to apply the edits.

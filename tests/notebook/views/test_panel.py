@@ -670,6 +670,18 @@ def test_charts_compare_the_settings_again_once_they_are_opened(
     view.close()
 
 
+def test_an_edit_that_newer_ones_have_overtaken_is_ignored() -> None:
+    """JupyterLab moves a view's messages to a subshell while earlier ones still wait."""
+    panel = Panel(nn.Linear(2, 2))
+    panel.receive({"do": "edit", "serial": 3, "edits": {"batch_size": "9"}})
+    panel.receive({"do": "edit", "serial": 2, "edits": {"batch_size": "8"}})
+    standing = panel.news()["standing"]
+    assert standing["serial"] == 3
+    assert standing["edits"] == {"batch_size": "9"}
+    panel.receive({"do": "edit", "serial": 3, "edits": {}})
+    assert panel.news()["standing"]["edits"] == {}
+
+
 def test_a_slow_thread_does_not_send_older_news_last(monkeypatch: pytest.MonkeyPatch) -> None:
     panel = Panel(nn.Linear(2, 2))
     view = PanelView(panel)
