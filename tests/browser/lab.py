@@ -57,6 +57,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Every cell with its output is in the page, visible or not.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
+    # By default JupyterLab drops a kernel's answer to Tab that takes longer than a second.
+    "@jupyterlab/completer-extension/manager": {"providerTimeout": 60_000},
 }
 OPEN = """async path => {
     const app = window.jupyterapp, others = [...app.shell.widgets('main')];
