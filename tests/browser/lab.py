@@ -73,9 +73,11 @@ OPENED = """path => {
     window.panel = panel;
     return panel.sessionContext.session?.kernel?.connectionStatus === 'connected';
 }"""
-"""Whether the notebook is open. JupyterLab opens a page's notebook twice: when it restores the
-layout, and for the address, which is done once its file browser is restored. A notebook that is
-closed in between comes back in front of the next.
+"""Return True once the notebook is open and its kernel is connected.
+
+JupyterLab opens the notebook of a page twice: when it restores the layout, and again for the
+address, before it marks the file browser as restored. If the test closed the notebook between the
+two, it would open again in front of the next one.
 """
 IDLE = "() => window.panel.sessionContext.session.kernel.status === 'idle'"
 OUTPUTS = """() => window.panel.content.widgets

@@ -24,8 +24,8 @@ _WITH_PLAN = ("ort", "ortmodule")
 _RESERVE = 0.02
 """Share of the limit that a predicted batch leaves to what no plan knows.
 
-Kernels reserve scratch memory that they do not write to, which counts, too: oneDNN four times the
-weight for each thread, where an image is smaller than the kernel.
+Kernels reserve scratch memory that they do not write to, which counts, too: oneDNN reserves four
+times the weight for each thread where an image is smaller than the kernel.
 """
 PREDICTION = (
     f"Predicted batch: the largest whose predicted peak is {1 - _RESERVE:.0%} of the limit or less."

@@ -55,8 +55,8 @@ def layers_recomputed(module: nn.Module) -> Iterator[None]:
     """Let the backward pass of calls within the context compute the model's layers again.
 
     The check of a step that recomputes would otherwise take the memory of one that does not. A
-    layer that changes something, or draws random numbers that are not torch's, may raise an error
-    or have other results then. Layers with buffers are therefore called once.
+    layer with side effects, or with random numbers that are not torch's, may raise an error or
+    return other results. Layers with buffers, which a second call could change, are not recomputed.
 
     Args:
         module: Model, which runs in eager torch.

@@ -24,8 +24,8 @@ class _Window:
 
     Attributes:
         begins: First element of the kernel that is not over padding, in each dimension.
-        sizes: Number of elements that are not over padding, in each dimension. They are over as
-            many first elements of the image.
+        sizes: Number of elements that are not over padding, in each dimension. They cover that many
+            elements at the beginning of the image.
     """
 
     begins: tuple[int, ...]
@@ -39,9 +39,12 @@ class _Window:
         stride: Sequence[int],
         padding: Sequence[int],
         dilation: Sequence[int],
+        transposed: bool,
         groups: int,
     ) -> _Window | None:
         """Return the window of a convolution; None if it has several positions, or one element."""
+        if transposed:
+            return None
         image, kernel = x.shape[2:], weight.shape[2:]
         steps, around, apart = (
             [*given] * (len(image) if len(given) == 1 else 1)
@@ -121,7 +124,7 @@ def convolution(
         of one element, which have rules of their own.
     """
     del output_padding
-    window = None if transposed else _Window.of(x, weight, stride, padding, dilation, groups)
+    window = _Window.of(x, weight, stride, padding, dilation, transposed, groups)
     if window is None:
         return NotImplemented
     rows, columns = window.of_image(x), window.of_weight(weight).t()
@@ -161,7 +164,7 @@ def convolution_backward(
         The gradients, None for others; NotImplemented where `convolution` returns it.
     """
     del bias_sizes, output_padding
-    window = None if transposed else _Window.of(x, weight, stride, padding, dilation, groups)
+    window = _Window.of(x, weight, stride, padding, dilation, transposed, groups)
     if window is None:
         return NotImplemented
     rows = gradient.reshape(gradient.shape[0], gradient.shape[1])

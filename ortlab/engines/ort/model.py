@@ -427,16 +427,12 @@ class OrtModel:
         Layers that cannot be recomputed may raise any error, or have other results.
         """
         if self._backend.recompute != NOTHING:
-            with contextlib.suppress(Exception):
-                return self._observed(self._eager_recomputed, args, kwargs), True
+            with contextlib.suppress(Exception), check.layers_recomputed(self.module):
+                return self._observed(self._eager, args, kwargs), True
         return self._observed(self._eager, args, kwargs), False
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(*args, **kwargs)
-
-    def _eager_recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with check.layers_recomputed(self.module):
-            return self._forward(*args, **kwargs)
 
     def _observed(
         self,

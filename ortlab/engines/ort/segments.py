@@ -78,14 +78,14 @@ those of 1 x 1 and the gradients of ReLU6 in ORT. Small ones do not make up for 
 _ONE_PASS: Final = "and torch computes it in one pass, ORT node by node"
 _SCATTER: Final = "and ORT scatters in one thread"
 _SELECTION: Final = "and ORT selects in one thread"
-_ELEMENTWISE: Final = "and ORT copies a few elements at a time"
+_PIECEWISE: Final = "and ORT copies a few elements at a time"
 _FASTER_WHEN_LARGE: Final[dict[Any, tuple[int, str]]] = {
     aten._native_batch_norm_legit_functional.default: (15_000, _ONE_PASS),
     aten.native_batch_norm_backward.default: (15_000, _ONE_PASS),
     aten._log_softmax_backward_data.default: (500_000, _ONE_PASS),
     aten.nll_loss_backward.default: (500_000, _SCATTER),
     aten.max_pool2d_with_indices_backward.default: (300_000, _SCATTER),
-    aten.constant_pad_nd.default: (100_000, _ELEMENTWISE),
+    aten.constant_pad_nd.default: (100_000, _PIECEWISE),
     aten.where.self: (300_000, _SELECTION),
     aten.masked_fill.Scalar: (300_000, _SELECTION),
     aten.masked_fill.Tensor: (300_000, _SELECTION),
@@ -103,10 +103,10 @@ less exactly for other sizes.
 """
 
 _MANY_RUNS, _SHORT_RUN = 100_000, 8
-"""Runs of adjacent elements from which on torch selects them, if each has fewer elements than this.
+"""Least number of runs in a slice that torch selects, and the length below which a run is short.
 
-Torch reads them in place. For the 262,144 middle elements of a weight of 512 x 512 x 3 x 3, ORT
-took 3 ms.
+A run consists of adjacent elements, which torch reads in place. For the 262,144 middle elements of a
+weight of 512 x 512 x 3 x 3, ORT took 3 ms.
 """
 
 
@@ -131,7 +131,7 @@ def _faster_in_torch(node: fx.Node) -> str | None:
         most = max(map(elements_of, tensors))
         return None if most < least else f"it is large, {reason}"
     if node.target is aten.slice.Tensor:
-        return f"it is large, {_ELEMENTWISE}" if _selects_short_runs(node) else None
+        return f"it is large, {_PIECEWISE}" if _selects_short_runs(node) else None
     if node.target is aten.convolution.default:
         (x, weight), y, transposed = given[:2], node, given[6]
     elif node.target is aten.convolution_backward.default:

@@ -124,8 +124,8 @@ class Panel:
         self._edits: dict[str, str] = {}
         self._held = self._holds()
         self._serial = 0
-        # JupyterLab moves a view's messages to a subshell, a thread of its own, which may overtake
-        # those before it.
+        # JupyterLab begins to send a view's messages to a subshell, a thread of its own, while
+        # earlier ones still wait for the main thread.
         self._receiving = threading.Lock()
         self._asked: ChangeRequest | None = None  # last change whose outcome was not shown yet
         self._result = ("", "")
