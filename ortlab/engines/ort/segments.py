@@ -105,8 +105,8 @@ less exactly for other sizes.
 _MANY_RUNS, _SHORT_RUN = 100_000, 8
 """Least number of runs in a slice that torch selects, and the length below which a run is short.
 
-A run consists of adjacent elements, which torch reads in place. For the 262,144 middle elements of a
-weight of 512 x 512 x 3 x 3, ORT took 3 ms.
+A run consists of adjacent elements, which torch reads in place. For the 262,144 middle elements of
+a weight of 512 x 512 x 3 x 3, ORT took 3 ms.
 """
 
 

@@ -496,6 +496,10 @@ LAYERS: dict[str, Case] = {
         lambda x, w: F.conv2d(x, w, padding=2, dilation=2),
         (floats(2, 4, 1, 1), floats(6, 4, 3, 3)),
     ),
+    "dilated convolution with a single position": (
+        lambda x, w: F.conv2d(x, w, stride=9, dilation=2),
+        (floats(2, 4, 5, 5), floats(6, 4, 3, 3)),
+    ),
     "convolution of a volume": (
         lambda x, w, b: F.conv3d(x, w, b, padding=1),
         (floats(2, 3, 1, 2, 1), floats(4, 3, 3, 4, 3), floats(4)),
@@ -707,6 +711,16 @@ def test_a_convolution_with_a_single_position_is_a_product(name: str, left: bool
         for node in segment.graph.graph.nodes
     }
     assert any("convolution" in target for target in targets) == left
+
+
+def test_a_graph_for_any_image_keeps_the_convolution() -> None:
+    """A kernel as large as one image has several positions in another."""
+    backend, weight = Backend(), torch.randn(4, 3, 5, 5)
+    compiled = torch.compile(F.conv2d, backend=backend, fullgraph=True, dynamic=True)
+    for size in (5, 7):
+        x = torch.randn(2, 3, size, size)
+        torch.testing.assert_close(compiled(x, weight), F.conv2d(x, weight), rtol=1e-4, atol=1e-4)
+    assert len(backend.graphs) == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

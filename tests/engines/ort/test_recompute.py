@@ -94,7 +94,7 @@ class WritesToItsInput(Layer):
         return super().forward(x.mul_(0.5))
 
 
-class TakesOptions(Layer):
+class TakesOptions(Counted):
     """A layer with arguments that `torch.utils.checkpoint.checkpoint` has, too."""
 
     def forward(self, x: Tensor, debug: bool = True, function: float = 0.0) -> Tensor:
@@ -234,10 +234,21 @@ def test_the_check_calls_layers_with_buffers_once() -> None:
     assert "buffers differ" not in note
 
 
-@pytest.mark.parametrize("layer", [StoresMore, GrowsInSecondCall, WritesToItsInput, TakesOptions])
+def test_the_check_recomputes_layers_with_options_of_any_name() -> None:
+    CALLS.clear()
+    model = Optioned()
+    model.layers = nn.ModuleList([TakesOptions()])
+    wrapped = ortlab.wrap(model, engine="ort", recompute="layers", fallback=False)
+    step(wrapped, tokens(4))
+    assert len(CALLS) == 2
+    (note,) = wrapped_model(wrapped).report().notes
+    assert "gradients within" in note
+
+
+@pytest.mark.parametrize("layer", [StoresMore, GrowsInSecondCall, WritesToItsInput])
 def test_the_check_is_right_about_layers_that_cannot_be_recomputed(layer: type[Layer]) -> None:
     CALLS.clear()
-    model = Optioned() if layer is TakesOptions else Stack()
+    model = Stack()
     model.layers = nn.ModuleList([layer()])
     wrapped = ortlab.wrap(model, engine="ort", recompute="layers", fallback=False)
     step(wrapped, tokens(4))
