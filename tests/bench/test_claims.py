@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,22 @@ def test_another_error_is_not_a_batch_that_does_not_fit() -> None:
     assert found.rows is None
     assert "precision='fp64'" in found.error
     assert found.trials == ()
+
+
+@LINUX
+def test_the_limit_counts_little_of_the_stacks_of_threads() -> None:
+    code = """
+import threading
+from ortlab.bench.claims import trial
+trial._shorten_stacks()
+before, event = trial._memory()["VmData"], threading.Event()
+for _ in range(16):
+    threading.Thread(target=event.wait).start()
+print(trial._memory()["VmData"] - before)
+event.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 16 * 2**20 <= int(done.stdout) < 32 * 2**20
 
 
 def test_the_table_has_every_set_up() -> None:

@@ -15,8 +15,9 @@ METHOD = (
     "Each trial is a fresh process that makes three steps under RLIMIT_DATA, with glibc set to "
     "return freed memory at once. A batch does not fit if the process runs out of memory; the "
     "largest is found within 1%. The limit and the peak count beyond what the process has when the "
-    "libraries are loaded and it has no model. Predicted peak: memory that a process with a small "
-    "batch holds between steps (measured), plus the step's tensors by ortlab's memory plan. "
+    "libraries are loaded and it has no model, with 1 MiB for each thread's stack. Predicted peak: "
+    "memory that a process with a small batch holds between steps (measured), plus the step's "
+    "tensors by ortlab's memory plan. "
     f"{PREDICTION}"
 )
 

@@ -638,6 +638,7 @@ class _Divider:
         self._nodes = list(module.graph.nodes)
         self._is_backward = any(node.name.startswith(TANGENTS) for node in self._nodes)
         self._torch = self._torch_nodes()
+        self._last_reader = self._last_readers()
         self._levels = self._in_parts(self._levels_of())
         self._outer = fx.Graph()
         self._made: dict[fx.Node, fx.Node] = {}
@@ -668,9 +669,15 @@ class _Divider:
         return self._sources(node) if is_number(node) and node.op == "call_function" else iter(())
 
     def _levels_of(self) -> dict[fx.Node, int]:
-        """Return the segment of each operator: even ones in torch, odd ones in ORT."""
+        """Return the segment of each operator: even ones in torch, odd ones in ORT.
+
+        What is computed again comes after the gradients that the partitioner put before it, if that
+        is most of what a backward pass reads. Otherwise all of it could be in the first segments,
+        and in memory from there on, for it needs no gradient.
+        """
         levels: dict[fx.Node, int] = {}
-        last_draw = 0
+        last_draw = last_gradient = 0
+        late = self._mostly_again()
         for node in filter(_computes, self._nodes):
             in_torch = node in self._torch
             level = 0 if in_torch else 1
@@ -679,6 +686,10 @@ class _Divider:
                 level = max(level, levels[source] + (0 if same else 1))
             if in_torch and draws.is_random(node):
                 level = last_draw = max(level, last_draw)  # in the order of the program
+            if not self._is_again(node):
+                last_gradient = max(level, last_gradient)
+            elif late and level < last_gradient:
+                level = last_gradient + (last_gradient - level) % 2
             levels[node] = level
         return levels
 
@@ -709,17 +720,11 @@ class _Divider:
         A session keeps what it is given until it ends, and computes gradients of weights last. In
         one session, a backward pass would keep all activations until the last gradient is there.
         """
-        last_reader: dict[fx.Node, fx.Node] = {}
-        for node in levels:
-            for each in map(_viewed, node.all_input_nodes):
-                if self._is_activation(each):
-                    last_reader[each] = node
         released: dict[fx.Node, int] = defaultdict(int)
-        for each, node in last_reader.items():
+        for each, node in self._last_reader.items():
             released[node] += bytes_of(each)
-        again = sum(bytes_of(each) for each in last_reader if each.op != "placeholder")
         most = sum(released.values()) // _PARTS
-        if 2 * again <= sum(released.values()):  # else memory counts more than time
+        if not self._mostly_again():
             most = max(_SMALL_PART, most)
         parts: dict[int, int] = defaultdict(int)
         sizes: dict[int, int] = defaultdict(int)
@@ -735,12 +740,29 @@ class _Divider:
             found[node] = (level, parts[level])
         return found
 
+    def _last_readers(self) -> dict[fx.Node, fx.Node]:
+        """Return the activations that operators read, each with the last one that reads it."""
+        found: dict[fx.Node, fx.Node] = {}
+        for node in filter(_computes, self._nodes):
+            for each in map(_viewed, node.all_input_nodes):
+                if self._is_activation(each):
+                    found[each] = node
+        return found
+
+    def _mostly_again(self) -> bool:
+        """Return True if most of what is read is computed again, so that memory counts most."""
+        again = sum(bytes_of(each) for each in self._last_reader if each.op != "placeholder")
+        return 2 * again > sum(map(bytes_of, self._last_reader))
+
+    def _is_again(self, node: fx.Node) -> bool:
+        """Return True for an operator of a backward pass that the forward pass has, too."""
+        return self._is_backward and node.meta.get("partitioner_tag") == "is_forward"
+
     def _is_activation(self, node: fx.Node) -> bool:
         """Return True for a tensor that a graph is given, not the model's, or computes again."""
         if node.op == "placeholder":
             return not node.name.startswith(OF_MODEL)
-        again = self._is_backward and node.meta.get("partitioner_tag") == "is_forward"
-        return again and isinstance(node.meta.get("val"), torch.Tensor)
+        return self._is_again(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
     def divided(self) -> Division:
         """Return the divided graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -969,6 +970,29 @@ def test_without_a_runtime_the_error_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr(sessions, "runtime", missing)
     with pytest.raises(Exception, match=r"onnxruntime is not installed: pip install .*onnxruntime"):
         torch.compile(lambda x: x + 1, backend="ortlab")(torch.ones(2))
+
+
+class Positions(nn.Module):
+    """Scores at positions that are expanded to the size of the batch, as DeBERTa's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(64).flip(0).expand(*x.shape[:-1], 64)
+        return self.linear(x).gather(-1, places)
+
+
+@pytest.mark.skipif(sessions._version() < (1, 27), reason="onnxruntime before 1.27 folds anything")
+def test_sessions_hold_nothing_large_that_they_have_expanded() -> None:
+    pair = Pair(Positions(), dynamic=False)
+    pair.compare(torch.randn(64, 128, 8))  # 4 MiB of positions
+    assert "GatherElements" in onnx_operators(pair.backend)
+    for graph in pair.backend.graphs:
+        for segment in graph.division.ort_segments():
+            kept = [each.dims for each in segment.executed().graph.initializer]
+            assert max(map(math.prod, kept), default=0) < 1 << 17
 
 
 def test_an_old_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

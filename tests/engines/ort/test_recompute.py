@@ -94,6 +94,13 @@ class WritesToItsInput(Layer):
         return super().forward(x.mul_(0.5))
 
 
+class WithMaximum(Layer):
+    """A layer with an operator that ORT does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cummax(1).values)
+
+
 class TakesOptions(Counted):
     """A layer with arguments that `torch.utils.checkpoint.checkpoint` has, too."""
 
@@ -282,6 +289,25 @@ def test_no_part_of_the_backward_pass_is_given_most_of_a_layer() -> None:
         given.append(sum(bytes_of(node) for node in read if not node.name.startswith(OF_MODEL)))
     one = 64 * 7 * WIDTH * 4  # bytes of a layer's result; its wide values are 4 times as large
     assert max(given) < 14 * one
+
+
+def test_layers_with_an_operator_in_torch_are_computed_again_one_by_one() -> None:
+    built = Stack()
+    built.layers = nn.ModuleList(WithMaximum() for _ in range(LAYERS))
+    model, reference = pair(built, recompute="layers")
+    assert_equal(model, reference, tokens(16))
+    record: Any = wrapped_model(model)
+    (backward,) = record.last_graphs()["backward"]
+    nodes = list(backward.division.module.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    again = [node for node in nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    made = [node for node in again if isinstance(node.meta.get("val"), Tensor) and node.users]
+    life = {node: (place[node], max(place[each] for each in node.users)) for node in made}
+    held = [
+        sum(bytes_of(node) for node, (first, last) in life.items() if first <= i < last)
+        for i in range(len(nodes))
+    ]
+    assert 0 < max(held) < 0.5 * sum(map(bytes_of, made))
 
 
 def test_a_change_captures_nothing_and_spares_earlier_forward_passes() -> None:
