@@ -10,9 +10,11 @@ from typing import Any
 from ortlab.bench.interleaved import Spread
 from ortlab.bench.papers import PAPERS, Paper, Shape
 from ortlab.bench.result import EngineBench, table
+from ortlab.settings import REFERENCE
 
-FORM = 1
+FORM = 2
 NONE = "not found"
+EAGER, _ = REFERENCE
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,21 @@ class PaperBench:
             return None
         return Spread.of([1e3 * self.shapes[name].rows / ms for ms in cell.step_ms])
 
-    def gain(self, name: str, precision: str) -> Spread | None:
-        """Return the relative gain of ORT over eager torch, compared in each round.
+    def gain(self, name: str, engine: str, precision: str) -> Spread | None:
+        """Return the relative gain of an engine over eager torch, compared in each round.
 
         Args:
             name: Name of the benchmark.
+            engine: Name of the engine.
             precision: Precision of matrix products.
 
         Returns:
             Gain, where 0.1 is 10% more samples per second. None if one of the two was not timed.
         """
-        eager, ort = (self.measured.cell(name, each, precision) for each in ("eager", "ortmodule"))
-        if eager is None or ort is None or not (eager.step_ms and ort.step_ms):
+        eager, other = (self.measured.cell(name, each, precision) for each in (EAGER, engine))
+        if eager is None or other is None or not (eager.step_ms and other.step_ms):
             return None
-        pairs = zip(eager.step_ms, ort.step_ms, strict=False)
+        pairs = zip(eager.step_ms, other.step_ms, strict=False)
         return Spread.of([theirs / ours - 1 for theirs, ours in pairs])
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,12 +86,20 @@ class PaperBench:
     def _here(self, name: str) -> Iterator[dict[str, Any]]:
         for precision in self._precisions():
             found = {
-                "eager": self.samples_per_s(name, "eager", precision),
-                "ort": self.samples_per_s(name, "ortmodule", precision),
-                "gain": self.gain(name, precision),
+                engine: {
+                    "samples_per_s": self.samples_per_s(name, engine, precision),
+                    "gain": self.gain(name, engine, precision),
+                }
+                for engine in self._engines()
             }
-            plain = {what: v if v is None else dataclasses.asdict(v) for what, v in found.items()}
-            yield {"precision": precision, **plain}
+            plain = {
+                engine: {what: v if v is None else dataclasses.asdict(v) for what, v in own.items()}
+                for engine, own in found.items()
+            }
+            yield {"precision": precision, "engines": plain}
+
+    def _engines(self) -> list[str]:
+        return list(dict.fromkeys(engine for engine, _ in self.measured.settings.cells))
 
     def _precisions(self) -> list[str]:
         return list(dict.fromkeys(precision for _, precision in self.measured.settings.cells))
@@ -105,12 +116,12 @@ class PaperBench:
                 "",
             ]
         lines += [
-            f"ORT and eager torch on this machine in samples/s, medians of "
-            f"{self.measured.settings.rounds} rounds, and the gain with its quartiles; then the "
-            "published results in fp16:",
+            "Samples/s of each engine on this machine, medians of "
+            f"{self.measured.settings.rounds} rounds, with the gain over eager torch and its "
+            "quartiles; then the published results in fp16:",
             "",
         ]
-        heads = ["benchmark", "shape here", "precision", "eager", "ort", "gain"]
+        heads = ["benchmark", "shape here", "precision", *self._engines()]
         heads += ["published shape", "PyTorch", "ORT", "gain"]
         rows = [row for name, paper in papers.items() for row in self._rows(name, paper)]
         lines += [
@@ -133,16 +144,21 @@ class PaperBench:
         published = [str(paper.published_shape), _figure(was.torch), _figure(was.ort)]
         published.append(NONE if was.gain is None else f"{was.gain:+.1%}")
         for precision in self._precisions():
-            speeds = [self.samples_per_s(name, e, precision) for e in ("eager", "ortmodule")]
-            gain = self.gain(name, precision)
             yield [
                 paper.title,
                 str(self.shapes[name]),
                 precision,
-                *("not run" if speed is None else f"{speed.median:.3g}" for speed in speeds),
-                "" if gain is None else f"{gain.median:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})",
+                *(self._cell(name, engine, precision) for engine in self._engines()),
                 *published,
             ]
+
+    def _cell(self, name: str, engine: str, precision: str) -> str:
+        speed, gain = (each(name, engine, precision) for each in (self.samples_per_s, self.gain))
+        if speed is None:
+            return "not run"
+        if gain is None or engine == EAGER:
+            return f"{speed.median:.3g}"
+        return f"{speed.median:.3g}, {gain.median:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
 
 
 def _figure(samples_per_s: float | None) -> str:

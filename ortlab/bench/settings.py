@@ -108,7 +108,7 @@ class PaperSettings(BenchSettings):
         help="benchmarks to run, separated by commas; see below",
     )
     engines: str = setting(
-        "eager,ortmodule",
+        "eager,compile,ort,ortmodule",
         choices=ENGINES,
         renamed=SAME_ENGINE,
         many=True,

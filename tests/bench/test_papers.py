@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from ortlab import bench
 from ortlab.bench.paper_report import PaperBench
 from ortlab.bench.papers import PAPERS
+from ortlab.bench.result import Cell
 from ortlab.bench.settings import PaperSettings
 from ortlab.cli import main
 from ortlab.engines.base import progress
@@ -19,6 +22,7 @@ from ortlab.engines.ortmodule import compat
 
 TINY: dict[str, Any] = {"rounds": 2, "threads": 1, "device": "cpu", "quick": True}
 NEEDS_ORT = pytest.mark.skipif(compat.unavailable() is not None, reason=str(compat.unavailable()))
+ENGINES = ("eager", "ort", "ortmodule")
 MILLIONS = {
     "bert-large-phase-1": 336,
     "bert-large-phase-2": 336,
@@ -46,7 +50,10 @@ GAINS = {
 
 @pytest.fixture(scope="module")
 def measured() -> PaperBench:
-    return bench.papers(**TINY, models="bert-large-phase-2,t5-large", precisions="fp32")
+    engines = ",".join(ENGINES)
+    return bench.papers(
+        **TINY, models="bert-large-phase-2,t5-large", engines=engines, precisions="fp32"
+    )
 
 
 def row(shown: str, title: str) -> str:
@@ -88,7 +95,8 @@ def test_what_trains_where() -> None:
 @NEEDS_ORT
 def test_both_tables_stand_side_by_side(measured: PaperBench) -> None:
     for name in measured.shapes:
-        speed, gain = measured.samples_per_s(name, "ortmodule", "fp32"), measured.gain(name, "fp32")
+        speed = measured.samples_per_s(name, "ortmodule", "fp32")
+        gain = measured.gain(name, "ortmodule", "fp32")
         assert speed is not None
         assert gain is not None
         cells = {
@@ -106,6 +114,11 @@ def test_both_tables_stand_side_by_side(measured: PaperBench) -> None:
         assert not measured.measured.suspect(cells["ortmodule"])
     shown = measured.markdown()
     t5 = row(shown, "T5-Large, translation")
+    assert "| precision | eager | ort | ortmodule | published shape |" in shown
+    (of_ort,) = re.findall(r"fp32 \| [\d.e+]+ \| ([\d.e+]+), [+-][\d.]+% ", t5)
+    ort = measured.samples_per_s("t5-large", "ort", "fp32")
+    assert ort is not None
+    assert float(of_ort) == pytest.approx(ort.median, rel=0.01)
     assert "| 24 x 1024, 16 x 64 tokens | 262.34 | 329.02 | +25.4% |" in t5
     bert = row(shown, "BERT-Large, pre-training phase 2")
     assert bert.endswith("| 24 x 1024, 8 x 512 tokens | 263.00 | not found | not found |")
@@ -124,16 +137,29 @@ def test_as_json(measured: PaperBench) -> None:
     assert published["source"] == PAPERS["t5-large"].published.source
     assert stored["published"]["bert-large-phase-2"]["ort"] is None
     (here,) = stored["here"]["t5-large"]
-    gain = measured.gain("t5-large", "fp32")
-    assert gain is not None
-    assert here["gain"]["median"] == gain.median
+    for engine in ENGINES:
+        speed = measured.samples_per_s("t5-large", engine, "fp32")
+        gain = measured.gain("t5-large", engine, "fp32")
+        assert speed is not None
+        assert gain is not None
+        stored_here = here["engines"][engine]
+        assert stored_here["samples_per_s"]["median"] == speed.median
+        assert stored_here["gain"]["median"] == gain.median
     assert stored["measured"]["environment"]["ortlab"]
 
 
-def test_an_engine_that_does_not_run_has_no_figures() -> None:
-    result = bench.papers(**TINY, models="gpt2", precisions="fp32", engines="eager")
-    assert result.gain("gpt2", "fp32") is None
-    assert "| not run |  | 12 x 768" in row(result.markdown(), PAPERS["gpt2"].title)
+@NEEDS_ORT
+def test_an_engine_that_does_not_run_has_no_figures(measured: PaperBench) -> None:
+    cells = [
+        Cell(each.model, *each.key, reason="it does not run") if each.engine == "ort" else each
+        for each in measured.measured.cells
+    ]
+    result = dataclasses.replace(
+        measured, measured=dataclasses.replace(measured.measured, cells=cells)
+    )
+    assert result.gain("t5-large", "ort", "fp32") is None
+    shown = row(result.markdown(), "T5-Large, translation")
+    assert re.search(r"\| fp32 \| [\d.e+]+ \| not run \| [\d.e+]+, ", shown)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +180,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.nightly
 @NEEDS_ORT
 def test_all_of_them_train_in_ort() -> None:
-    result = bench.papers(**TINY)
+    result = bench.papers(**TINY, engines=",".join(ENGINES))
     assert {(cell.model, cell.reason) for cell in result.measured.cells if cell.reason} == set()
     assert not [cell for cell in result.measured.cells if result.measured.suspect(cell)]
