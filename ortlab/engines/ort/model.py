@@ -45,7 +45,7 @@ from ortlab.engines.self_check import (
 from ortlab.engines.step_check import Difference, StepCheck
 from ortlab.engines.torchscript.isolation import inputs_kept
 from ortlab.settings import EngineSettings
-from ortlab.utils.errors import Concise
+from ortlab.utils.errors import Concise, out_of_memory
 from ortlab.utils.process_memory import memory
 from ortlab.utils.rng import RandomStates
 from ortlab.utils.wording import FEW, few
@@ -424,11 +424,17 @@ class OrtModel:
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Observed, bool]:
         """Return results of eager torch, and whether layers were recomputed.
 
-        Layers that cannot be recomputed may raise any error, or have other results.
+        They are if the step recomputes as well, or if memory runs out. Layers that cannot be
+        recomputed may raise any error, or have other results.
         """
-        if self._backend.recompute != NOTHING:
-            with contextlib.suppress(Exception), check.layers_recomputed(self.module):
-                return self._observed(self._eager, args, kwargs), True
+        if self._backend.recompute == NOTHING:
+            try:
+                return self._observed(self._eager, args, kwargs), False
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+        with contextlib.suppress(Exception), check.layers_recomputed(self.module):
+            return self._observed(self._eager, args, kwargs), True
         return self._observed(self._eager, args, kwargs), False
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,6 +87,15 @@ class GrowsInSecondCall(Counted):
         return x * 2 if len(CALLS) == 2 else x
 
 
+class ShortOfMemory(Counted):
+    """A layer for which there is no memory in the first pass of eager torch."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        if len(CALLS) == LAYERS:
+            raise torch.OutOfMemoryError("the last layer does not fit")
+        return x
+
+
 class WritesToItsInput(Layer):
     """A layer that begins with an operator in place."""
 
@@ -231,6 +240,17 @@ def test_the_check_in_eager_torch_recomputes_too(settings: dict[str, Any], times
     assert any("checked on" in note for note in wrapped_model(wrapped).report().notes)
     assert all("forward" not in layer.__dict__ for layer in model.layers)
     assert first == pytest.approx(step(reference, tokens(4)), rel=1e-5, abs=1e-6)
+
+
+def test_the_check_recomputes_where_eager_torch_runs_out_of_memory() -> None:
+    CALLS.clear()
+    model = Stack()
+    model.layers = nn.ModuleList(ShortOfMemory() for _ in range(LAYERS))
+    wrapped = ortlab.wrap(model, engine="ort", fallback=False)
+    step(wrapped, tokens(4))
+    assert len(CALLS) == 3 * LAYERS  # one pass that ends early, and two of the recomputed layers
+    (note,) = wrapped_model(wrapped).report().notes
+    assert "gradients within" in note
 
 
 def test_the_check_calls_layers_with_buffers_once() -> None:
