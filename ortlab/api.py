@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, overload
 
 from ortlab.engines import doctor, wrapped_models
-from ortlab.plan import zero_memory
+from ortlab.plan import result, zero_memory
 from ortlab.session import session
 from ortlab.settings import (
     EngineSettings,
@@ -15,6 +15,7 @@ from ortlab.settings import (
     FinetuneSettings,
     FleetSettings,
     HistorySettings,
+    PlanSettings,
     ProfileSettings,
     PruneSettings,
     RaceSettings,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ortlab.history.run_files import StoredRun
     from ortlab.history.saved_run import SavedRun
     from ortlab.metrics.user_metrics import Metrics
+    from ortlab.plan.result import TrainingPlan
     from ortlab.plan.zero_memory import ZeroPlan
     from ortlab.search.race import Race
     from ortlab.search.tune import Tune
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
         FinetuneKeywords,
         FleetKeywords,
         HistoryKeywords,
+        PlanKeywords,
         ProfileKeywords,
         RaceKeywords,
         ScriptKeywords,
@@ -957,3 +960,28 @@ def zero_plan(model: str | int | nn.Module, **settings: Unpack[FleetKeywords]) -
         >>> ortlab.zero_plan("2.7B", gpus=16, memory="40GiB")
     """
     return zero_memory.zero_plan(session, model, **settings)
+
+
+@brief
+@takes(PlanSettings.declarations().values())
+def training_plan(model: Any, **settings: Unpack[PlanKeywords]) -> TrainingPlan:
+    """Return the fastest ways to train a transformer on a fleet of GPUs, with memory and time.
+
+    Nothing is executed: it is arithmetic, with one constant for each generation of GPUs, which is
+    fitted on a published run; ``ortlab plan --published`` shows the error for others.
+
+    Args:
+        model: Number of parameters (``"175B"``), alone or with ``layers``, ``hidden`` and
+            ``heads``; a config of Hugging Face's transformers, as an object, a dictionary or the
+            path of its ``config.json``; or a model with such a config. No weights are needed.
+        **settings: Settings of `ortlab.settings.PlanSettings`: the ``hardware``, and ``gpus``, or
+            ``tokens`` and ``days`` for the fewest GPUs that train the tokens within the days.
+
+    Raises:
+        ValueError: If the numbers do not go together; the message names the nearest that do.
+
+    Example:
+        >>> plan = ortlab.training_plan("7B", gpus=64, hardware="h100-80gb", tokens="300B")
+        >>> plan.write("launch")
+    """
+    return result.training_plan(model, **settings)

@@ -1,4 +1,4 @@
-"""Command line: ``ortlab lab``, ``doctor``, ``cache``, ``kernelspec``, ``bench``, ``--version``."""
+"""Command line: ``ortlab lab``, ``doctor``, ``cache``, ``kernelspec``, ``bench``, ``plan``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ortlab.bench.models import MODELS
 from ortlab.bench.papers import PAPERS
 from ortlab.engines import caches, doctor
 from ortlab.engines.base import progress
-from ortlab.settings import Declaration, Settings
+from ortlab.plan.published_runs import published_table
+from ortlab.plan.result import training_plan
+from ortlab.settings import Declaration, PlanSettings, Settings
 from ortlab.utils import contention, warn_once
 from ortlab.utils.findings import findings_table
 from ortlab.utils.plain_onnxruntime import NO_TELEMETRY
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "cache":
         return _cache(clear=given.action == "clear")
     warn_once.are_seen()  # the tables of benchmarks show these warnings
-    if given.command in ("bench", "kernelspec"):
+    if given.command in ("bench", "kernelspec", "plan"):
         run: Callable[[argparse.Namespace], int] = given.run
         return run(given)
     return _doctor(build=given.build)
@@ -86,7 +88,71 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument("action", nargs="?", choices=["clear"], help="remove them all")
     _add_kernelspec(commands)
     _add_bench(commands)
+    _add_plan(commands)
     return parser
+
+
+_PLAN = """\
+Plan the training of a transformer on a fleet of GPUs: the ten fastest layouts with the memory of a
+rank, the time of a step and its parts, GPU hours and cost, and why other layouts do not fit.
+
+It is arithmetic: nothing is run, and no weights are needed. Give --gpus, or --tokens and --days for
+the fewest GPUs that train the tokens within the days.
+"""
+
+
+def _add_plan(commands: Any) -> None:
+    about = "plan the training of a transformer on a fleet of GPUs"
+    parser = commands.add_parser(
+        "plan",
+        help=about,
+        description=_PLAN,
+        epilog='In Python: ortlab.training_plan("175B", gpus=1024, tokens="300B")',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="parameters such as 175B, or a config.json of Hugging Face's transformers",
+    )
+    parser.add_argument(
+        "--published", action="store_true", help="compare plans with published runs"
+    )
+    parser.add_argument(
+        "--script", metavar="FOLDER", help="write the files to launch the fastest layout"
+    )
+    _add_options(parser, PlanSettings.declarations())
+    parser.set_defaults(run=functools.partial(_plan, parser))
+
+
+def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Print a plan, or the published runs; return 1 if nothing fits."""
+    if given.published:
+        print(published_table())
+        return 0
+    if given.model is None:
+        parser.error("name a model, as in ortlab plan 7B --gpus 64, or use --published")
+    declared = PlanSettings.declarations()
+    typed = {name: getattr(given, name) for name in declared}
+    try:
+        plan = training_plan(
+            given.model,
+            **{
+                name: declared[name].parse(value) if isinstance(value, str) else value
+                for name, value in typed.items()
+                if value is not None
+            },
+        )
+    except ValueError as error:
+        return _refused(parser, error)
+    print(plan)
+    if given.script is not None and plan.best is not None:
+        try:
+            written = plan.write(given.script)
+        except (ValueError, OSError) as error:
+            return _refused(parser, error)
+        print("\n".join(["", *(f"wrote {path}" for path in written)]))
+    return 0 if plan.best is not None else 1
 
 
 _LAB = (

@@ -143,18 +143,19 @@ def own_optimizer_conflict(settings: FinetuneSettings) -> str | None:
 # --- several ranks
 
 
-def ranks_conflict(settings: FinetuneSettings, size: int) -> str | None:
+def ranks_conflict(settings: FinetuneSettings, size: int, *, elsewhere: bool = False) -> str | None:
     """Return why ranks cannot train together under the settings, or None.
 
     Args:
         settings: The run's settings.
         size: Number of ranks. A single one (an isolated run) has nothing to combine, so that only
             the rules of model parallelism apply.
+        elsewhere: True for ranks of other machines: what is installed here does not matter.
 
     Returns:
         A message that names the values and the alternatives.
     """
-    if (reason := _model_parallel_conflict(settings, size)) is not None or size == 1:
+    if (reason := _model_parallel_conflict(settings, size, elsewhere)) is not None or size == 1:
         return reason
     parallel, batch_size = settings.parallel, settings.data.batch_size
     if settings.optim.optimizer == "lamb" and parallel.reduction == "adasum":
@@ -162,7 +163,10 @@ def ranks_conflict(settings: FinetuneSettings, size: int) -> str | None:
             "reduction='adasum' with optimizer='lamb' is not supported: both scale the step of "
             "each tensor, and their combination has not been studied; choose reduction='mean'"
         )
-    if needs_deepspeed(parallel) and (reason := deepspeed_conflict(settings)) is not None:
+    if (
+        needs_deepspeed(parallel)
+        and (reason := deepspeed_conflict(settings, elsewhere)) is not None
+    ):
         return reason
     places = data_parallel_size(parallel, size)
     if batch_size < places:
@@ -190,14 +194,16 @@ def data_parallel_size(parallel: ParallelSettings, size: int) -> int:
 # --- tensor and pipeline parallelism
 
 
-def _model_parallel_conflict(settings: FinetuneSettings, size: int) -> str | None:
+def _model_parallel_conflict(settings: FinetuneSettings, size: int, elsewhere: bool) -> str | None:
     """Return why `size` ranks cannot share a model under `settings`, or None."""
     parallel = settings.parallel
     if parallel.tensor_parallel == parallel.pipeline_stages == 1:
         return None
     if (reason := _first(_model_parallel_rules(settings, size))) is not None:
         return reason
-    if parallel.pipeline_stages > 1 and (missing := deepspeed_missing()) is not None:
+    if elsewhere or parallel.pipeline_stages == 1:
+        return None
+    if (missing := deepspeed_missing()) is not None:
         return f"pipeline_stages needs DeepSpeed: {missing}"
     return None
 
@@ -289,18 +295,19 @@ def _adasum_rules(settings: FinetuneSettings, size: int) -> _Rules:
 # --- DeepSpeed
 
 
-def deepspeed_conflict(settings: FinetuneSettings) -> str | None:
+def deepspeed_conflict(settings: FinetuneSettings, elsewhere: bool = False) -> str | None:
     """Return why DeepSpeed cannot train under the settings, or None.
 
     Args:
         settings: The run's settings, which ask for a ZeRO stage or for what `needs_deepspeed`
             names.
+        elsewhere: True for ranks of other machines: what is installed here does not matter.
 
     Returns:
         A message that names the values and the alternatives.
     """
     stage, own = f"zero_stage={settings.parallel.zero_stage}", needs_deepspeed(settings.parallel)
-    if (missing := deepspeed_missing()) is not None:
+    if not elsewhere and (missing := deepspeed_missing()) is not None:
         return f"{own or stage} needs DeepSpeed: {missing}"
     return _first(_deepspeed_rules(settings, stage, own))
 

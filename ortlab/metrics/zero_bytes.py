@@ -39,6 +39,7 @@ def zero_bytes(
     optimizer: str,
     mixed: bool,
     offload: bool = False,
+    gradient: int | None = None,
 ) -> ZeroBytes:
     """Return the bytes of training state on each rank.
 
@@ -50,6 +51,7 @@ def zero_bytes(
         optimizer: Name of the optimizer; a key of `MOMENTS`.
         mixed: True if weights and gradients take 2 bytes, with an fp32 copy of the weights.
         offload: True if the optimizer runs on the host.
+        gradient: Bytes of a gradient; None is as many as of a weight.
     """
 
     def own(count: int, *, shared: bool) -> int:
@@ -57,7 +59,7 @@ def zero_bytes(
 
     each = 2 if mixed else 4
     weights = each * own(parameters, shared=stage >= 3)
-    gradients = each * own(trained, shared=stage >= 2)
+    gradients = (gradient or each) * own(trained, shared=stage >= 2)
     of_each = optimizer_bytes(optimizer, mixed=mixed, offload=offload)
     state = of_each * own(trained, shared=stage >= 1)
     host = 0

@@ -7,12 +7,13 @@ Ren et al. 2021 (arXiv:2101.06840, section 3) what is offloaded to the host, and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ortlab.metrics.zero_bytes import zero_bytes
+from ortlab.plan import activations
+from ortlab.plan.transformer import Transformer, parse_count
 from ortlab.settings import FleetSettings
 from ortlab.utils import svg_bars
 from ortlab.utils.process_memory import memory, parse_bytes
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from ortlab.graph.recompute_plans import RecomputePlans
 
 STAGES: Final = (0, 1, 2, 3)
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
-_TIMES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SIZES: Final = ("hidden", "layers", "sequence", "batch")
 _SERIES: Final = {  # the colors of `timeline`
     "parameters": ("#6c757d", 1.0),
@@ -165,11 +164,11 @@ class ZeroPlan:
         forms = [(False, kept)]
         if self.activations is not None and self.activations.recomputed is not None:
             forms.append((True, self.activations.recomputed))
-        for recompute, activations in forms:
+        for recompute, held in forms:
             for stage in STAGES:
                 # ZeRO offloads partitioned state only, and stage 0 partitions nothing.
                 for offload in (False, True) if stage else (False,):
-                    yield self._placement(stage, offload, recompute, activations)
+                    yield self._placement(stage, offload, recompute, held)
 
     def _placement(
         self, stage: int, offload: bool, recompute: bool, activations: int | None
@@ -313,42 +312,19 @@ def zero_plan(lab: Lab, model: str | int | nn.Module, **settings: Any) -> ZeroPl
     if not isinstance(model, (str, int)):
         return _of_module(lab, model, chosen.replace(precision=chosen.precision or "fp32"))
     chosen = chosen.replace(precision=chosen.precision or "mixed")
-    count, activations = parse_count(model), _of_transformer(chosen)
-    if activations is None and (chosen.sequence or chosen.batch):
+    count, found = parse_count(model), _of_transformer(chosen)
+    if found is None and (chosen.sequence or chosen.batch):
         raise ValueError(
             "sequence and batch are for activations, which also need hidden and layers; add these, "
             "or leave out sequence and batch"
         )
-    return ZeroPlan(count, chosen, activations=activations)
-
-
-def parse_count(count: str | int) -> int:
-    """Parse a number of parameters.
-
-    Args:
-        count: A number, or text such as "1_558_000_000", "350M" or "2.7B".
-
-    Raises:
-        ValueError: `count` is not a positive number; the message shows the format.
-    """
-    if isinstance(count, int) and not isinstance(count, bool) and count > 0:
-        return count
-    match = _COUNT.fullmatch(str(count).strip().replace("_", "").replace(",", ""))
-    found = 0 if match is None else round(float(match[1]) * _TIMES[match[2].upper()])
-    if found < 1:
-        raise ValueError(
-            f"{count!r} is not a number of parameters; use one such as 350M, 2.7B or 1558000000"
-        )
-    return found
+    return ZeroPlan(count, chosen, activations=found)
 
 
 def _of_transformer(settings: FleetSettings) -> Activations | None:
     """Return the activations of a transformer; None if no size of the model is given.
 
-    These are equations 1, 2 and 5 of Korthikanti et al. A layer stores 16 s b h elements in the
-    compute type, 2 s b h bytes of dropout masks, and without fused attention 2 a s s b elements and
-    a s s b bytes. With recompute, each layer stores its input, and one layer at a time the rest.
-    Logits are fp32.
+    With recompute, each layer stores its input, and one layer at a time the rest.
     """
     given = {name: getattr(settings, name) for name in (*_SIZES, "heads", "vocabulary")}
     if not any(given[name] for name in ("hidden", "layers", "heads", "vocabulary")):
@@ -363,13 +339,16 @@ def _of_transformer(settings: FleetSettings) -> Activations | None:
     a, v = given["heads"] or 0, given["vocabulary"]
     if a and h % a:
         raise ValueError(f"hidden={h} is not a multiple of heads={a}; use the model's sizes")
-    layer = s * b * h * (16 * each + 2) + a * s * s * b * (2 * each + 1)
-    ends = 0 if v is None else s * b * h * (2 * each + 1) + 4 * s * b * v
+    model = Transformer(layers, h, a or 1, s, v or 0)
+    layer = activations.layer_bytes(model, b, each=each, scores=bool(a))
+    ends = 0
+    if v is not None:
+        ends = activations.first_bytes(model, b) + activations.last_bytes(model, b, each=each)
     attention = "" if a else ", fused attention (no scores stored)"
     logits = "" if v else ", without embedding and logits (--vocabulary)"
     return Activations(
         layers * layer + ends,
-        layers * s * b * h * each + layer + ends,
+        layers * activations.input_bytes(model, b, each=each) + layer + ends,
         f"{layers} layers of width {h}, batch {b} of {s} tokens{attention}{logits} "
         "(arXiv:2205.05198)",
     )

@@ -28,7 +28,7 @@ from ortlab.settings.engine import EngineSettings, OrtModuleSettings
 from ortlab.settings.export import ExportSettings
 from ortlab.settings.graphs import ProfileSettings, RecomputeSettings
 from ortlab.settings.history import RUN_SORTS, HistorySettings, PruneSettings
-from ortlab.settings.plan import FleetSettings
+from ortlab.settings.plan import FleetSettings, PlanSettings
 from ortlab.settings.search import Parallel, RaceSettings, SearchSettings, TuneSettings
 from ortlab.settings.training import (
     CheckpointSettings,
@@ -70,6 +70,7 @@ __all__ = [
     "OrtModuleSettings",
     "Parallel",
     "ParallelSettings",
+    "PlanSettings",
     "ProfileSettings",
     "PruneSettings",
     "RaceSettings",

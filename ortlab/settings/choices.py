@@ -57,6 +57,17 @@ EXPORT_OPSETS = (14, 20)
 OPTIMIZERS = ("adamw", "sgd", "lamb")
 
 
+GPUS = (
+    "v100-32gb",
+    "v100-32gb-dgx2",
+    "a100-40gb",
+    "a100-80gb",
+    "h100-80gb",
+    "h200-141gb",
+)
+"""GPUs of `ortlab.plan.hardware`'s catalog."""
+
+
 OWN = "own "
 """Prefix of the name by which settings record an object of the user's in place of a choice."""
 

@@ -344,3 +344,39 @@ class FleetKeywords(TypedDict, total=False):
     vocabulary: int | None
     sequence: int | None
     batch: int | None
+
+
+class PlanKeywords(TypedDict, total=False):
+    """Settings of `ortlab.training_plan`."""
+
+    tokens: str | None
+    days: float | None
+    gpus: int | None
+    hardware: Literal[
+        "v100-32gb", "v100-32gb-dgx2", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb"
+    ]
+    memory: str | None
+    tflops: float | None
+    link: float | None
+    network: float | None
+    node: int | None
+    efficiency: float | None
+    price: float | None
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    intermediate: int | None
+    vocabulary: int | None
+    sequence: int | None
+    batch: int | None
+    micro_batch: int | None
+    tensor: int | None
+    pipeline: int | None
+    zero: int | None
+    recompute: Literal["none", "selective", "full"] | None
+    precision: Literal["fp32", "fp16", "bf16"] | None
+    optimizer: Literal["adamw", "sgd", "lamb"]
+    attention_scores: bool
+    margin: float
+    trainer: Literal["megatron", "ortlab"]

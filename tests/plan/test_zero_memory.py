@@ -14,7 +14,8 @@ import pytest
 
 import ortlab
 from ortlab.api import zero_plan
-from ortlab.plan.zero_memory import ZeroPlan, parse_count
+from ortlab.plan.transformer import parse_count
+from ortlab.plan.zero_memory import ZeroPlan
 from tests.support.needed_engines import needs
 
 MODELS = {

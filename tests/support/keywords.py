@@ -17,6 +17,7 @@ from ortlab.settings import (
     FinetuneSettings,
     FleetSettings,
     HistorySettings,
+    PlanSettings,
     ProfileSettings,
     RaceSettings,
     TuneSettings,
@@ -51,6 +52,7 @@ CLASSES: Mapping[str, tuple[str, Iterable[Declaration]]] = {
     "HistoryKeywords": ("ortlab.list_runs", plain(HistorySettings.declarations())),
     "ProfileKeywords": ("ortlab.profile", plain(ProfileSettings.declarations())),
     "FleetKeywords": ("ortlab.zero_plan", plain(FleetSettings.declarations())),
+    "PlanKeywords": ("ortlab.training_plan", plain(PlanSettings.declarations())),
 }
 """Name of the class -> the function that takes the settings, and the settings."""
 

@@ -57,6 +57,7 @@ RESULTS = [
     "cluster.workers.Workers",
     "deploy.exported.Exported",
     "plan.zero_memory.ZeroPlan",
+    "plan.result.TrainingPlan",
     "deploy.torchrun_script.Script",
     "utils.tables.Table",
     "engines.base.EngineUnavailable",

@@ -14,6 +14,7 @@ from ortlab.settings import (
     FinetuneSettings,
     FleetSettings,
     HistorySettings,
+    PlanSettings,
     ProfileSettings,
     PruneSettings,
     RaceSettings,
@@ -335,6 +336,20 @@ COMMANDS = {
             ),
             settings=FleetSettings,
             extra=(Option("--params", "number of parameters, such as 350M or 2.7B"),),
+        ),
+        Command(
+            "plan",
+            "Plan the training of a transformer on a fleet of GPUs: layouts, memory, time, cost.",
+            "`%ort plan 175B --gpus 1024` is for a number of parameters, `%ort plan config` for a "
+            "config of Hugging Face's transformers, or a model with one; `%ort plan published` "
+            "compares plans with published runs. Nothing is run.",
+            (
+                Positional(
+                    "model", "model", "parameters such as 7B, a config, its file, or a model"
+                ),
+            ),
+            settings=PlanSettings,
+            extra=(Option("--script", "folder that the files to launch the plan are written to"),),
         ),
         Command(
             "cache",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 
-from ortlab.api import zero_plan
+from ortlab.api import training_plan, zero_plan
 from ortlab.notebook.magics.reporting import print_wrapped, progress
+from ortlab.plan.published_runs import PublishedRun, published_table
 from ortlab.session import session
 from ortlab.settings import EngineSettings, RecomputeSettings
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ortlab.graph.subgraphs import Subgraphs
     from ortlab.notebook.magics.parsing import ParsedCommand
     from ortlab.notebook.magics.variables import Variables
+    from ortlab.plan.result import TrainingPlan
     from ortlab.plan.zero_memory import ZeroPlan
     from ortlab.utils.tables import Table
 
@@ -128,6 +130,17 @@ class ModelCommands:
             )
         planned = count if model is None else self._variables.model(model)
         return zero_plan(planned, **given.settings)
+
+    def plan(self, given: ParsedCommand) -> TrainingPlan | Table[PublishedRun]:
+        """Return the plan of training a transformer, or the published runs."""
+        word = given.words["model"]
+        if word == "published" and word not in self._variables.namespace:
+            return published_table()
+        plan = training_plan(self._variables.namespace.get(word, word), **given.settings)
+        if given.words["script"] is not None:
+            for path in plan.write(given.words["script"]):
+                print(path)
+        return plan
 
 
 def _size(command: str, word: str) -> tuple[str, int]:
