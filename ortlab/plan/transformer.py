@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -295,12 +296,7 @@ def _of_count(count: str | int, sizes: Mapping[str, int]) -> Transformer:
     needed = ("layers", "hidden", "heads")
     missing = [name for name in needed if name not in found]
     if len(missing) == len(needed):
-        # GPT-3 is 128 times as wide as it has layers (arXiv:2005.14165, table 2.1).
-        layers = _rounded((wanted / (12 * 128**2)) ** (1 / 3), 4)
-        heads = _rounded((wanted / (12 * layers)) ** 0.5 / 128, 8)
-        assumed = {"layers": layers, "hidden": 128 * heads, "heads": heads}
-        told = f"{layers} layers, hidden size {128 * heads}, {heads} heads"
-        return _sized({**found, **assumed}, about=f"assumed shape, as GPT-3's: {told}")
+        return _assumed(wanted, found)
     if missing:
         raise ValueError(
             f"there is no {', '.join(missing)}; give layers, hidden and heads, or none of them"
@@ -314,6 +310,25 @@ def _of_count(count: str | int, sizes: Mapping[str, int]) -> Transformer:
     return model
 
 
-def _rounded(number: float, unit: int) -> int:
-    """Return a multiple of `unit`, so that degrees of parallelism divide it; at least 1."""
-    return max(round(number / unit) * unit, 1) if number > unit else max(round(number), 1)
+def _assumed(wanted: int, sizes: Mapping[str, int]) -> Transformer:
+    """Return the shape like GPT-3's that has about as many parameters.
+
+    GPT-3 is 64 times as wide as it has layers, and from 3 billion parameters on 128 times
+    (arXiv:2005.14165, table 2.1). Degrees of parallelism should divide layers and heads.
+    """
+    ratio = 64 if wanted < 3e9 else 128
+    heads = [1, 2, 3, 4, 6, 8, 12, *range(16, 400, 8)]
+    shapes = [
+        {**sizes, "layers": layers, "hidden": 128 * each, "heads": each}
+        for layers in range(4, 260, 4)
+        for each in heads
+        if 0.5 < 128 * each / layers / ratio < 2
+    ]
+
+    def far(shape: Mapping[str, int]) -> float:
+        off = abs(math.log(_sized(shape).parameters / wanted))
+        return 4 * off + abs(math.log(shape["hidden"] / shape["layers"] / ratio))
+
+    best = min(shapes, key=far)
+    told = f"{best['layers']} layers, hidden size {best['hidden']}, {best['heads']} heads"
+    return _sized(best, about=f"assumed shape, as GPT-3's: {told}")

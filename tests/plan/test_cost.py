@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from ortlab.plan.published_runs import FITTED, RUNS, WITHIN, PublishedRun, publi
 from ortlab.plan.transformer import Transformer
 
 GIB = 2**30
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 GPT = {
     "22B": Transformer(48, 6144, 64, 2048),
     "175B": Transformer(96, 12288, 96, 2048),
@@ -187,3 +189,17 @@ def test_the_table_of_published_runs() -> None:
     assert "25 of 27 other runs are within 25%; missed: ZeRO-3 175B, 1536 GPUs; " in told
     assert told.count("fitted ") >= 3
     assert f"{RUNS[1].error:+.1%}" in told
+
+
+def test_the_page_has_the_errors_of_the_table() -> None:
+    page = " ".join(PAGE.read_text().split())
+    errors = {run.name: f"{run.error:+.1%}" for run in RUNS if run.name not in FITTED.values()}
+    for generation, fraction in EFFICIENCY.items():
+        assert f"for {generation} ({fraction:.1%}" in page or f"{fraction:.1%})" in page
+    for names in ("Megatron-LM 175B", "Megatron-LM 530B", "MT-NLG 530B"):
+        found = sorted((error for name, error in errors.items() if name.startswith(names)))
+        numbers = sorted(float(error.rstrip("%")) for error in found)
+        ends = sorted((numbers[0], numbers[-1]), key=lambda one: abs(one))
+        assert f"from {ends[0]:+.1f}% to {ends[1]:+.1f}%" in page
+    for name in ("ZeRO 100B", "BigScience 104B", "Llama 3 405B, 16384 GPUs", *MISSED):
+        assert errors[name] in page

@@ -736,6 +736,25 @@ def test_zero_plan(ip: Typist) -> None:
     assert ip.completions("%ort zero plan model --precision ") == ["fp32", "mixed"]
 
 
+def test_training_plan(ip: Typist, tmp_path: Path) -> None:
+    out = ip("plan = %ort plan 7B --gpus 64 --zero 1\nplan")
+    assert "6.66B parameters, 64 a100-80gb" in out
+    assert {one.layout.zero for one in ip["plan"].shown} == {1}
+    ip(
+        "config = dict(model_type='gpt2', n_embd=768, n_layer=12, n_head=12, vocab_size=50257)\n"
+        f"small = %ort plan config --gpus 8 --script {tmp_path}"
+    )
+    assert ip["small"].model.layers == 12
+    assert (tmp_path / "launch.sh").exists()
+    assert "Llama 3 405B, 16384 GPUs" in ip("%ort plan published")
+    assert "the nearest number is gpus=16" in ip.refused("%ort plan 7B --gpus 13")
+    assert "not a number of parameters" in ip.refused("%ort plan nosuch --gpus 8")
+    ip("class Own(nn.Module): pass\nown = Own()")
+    assert "Own has no config" in ip.refused("%ort plan own --gpus 8")
+    assert ip.completions("%ort plan 7B --hardware h2") == ["h200-141gb"]
+    assert ip.completions("%ort plan 7B --tens") == ["--tensor"]
+
+
 @needs_ort
 def test_recompute(ip: Typist) -> None:
     ip(
