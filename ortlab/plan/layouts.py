@@ -70,15 +70,15 @@ def chosen_hardware(settings: PlanSettings) -> Hardware:
     return replace(found, node=on.node or found.node, efficiency=on.efficiency or found.efficiency)
 
 
-def default_batch(model: Transformer, gpus: int) -> int:
-    """Return the samples of a batch, a multiple of the odd part of the number of GPUs.
+def default_batch(model: Transformer, unit: int) -> int:
+    """Return the samples of a batch, a multiple of the odd part of a number.
 
     Args:
         model: The shape.
-        gpus: Number of GPUs.
+        unit: Number of GPUs, times the samples of a micro-batch if they are given.
     """
     tokens = next(tokens for most, tokens in _BATCHES if model.parameters <= most)
-    odd = gpus // (gpus & -gpus)
+    odd = unit // (unit & -unit)
     return max(round(tokens / model.sequence / odd), 1) * odd
 
 
@@ -142,6 +142,11 @@ def check_gpus(model: Transformer, settings: PlanSettings, hardware: Hardware, g
         raise ValueError(
             f"gpus={gpus} is not a multiple of tensor * pipeline = {shared}; the nearest number "
             f"is gpus={near}"
+        )
+    if given.zero and gpus == shared:
+        raise ValueError(
+            f"zero={given.zero} shards across replicas, and gpus={gpus} with tensor * pipeline = "
+            f"{shared} has one; the nearest number is gpus={2 * gpus}"
         )
     batch, micro = given.batch, given.micro_batch or 1
     if batch is None:

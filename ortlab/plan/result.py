@@ -282,7 +282,9 @@ def training_plan(model: Any, **settings: Any) -> TrainingPlan:
 
 
 def _plan(model: Transformer, chosen: PlanSettings, hardware: Hardware, gpus: int) -> TrainingPlan:
-    batch = chosen.layout.batch or layouts.default_batch(model, gpus)
+    batch = chosen.layout.batch
+    if batch is None:
+        batch = layouts.default_batch(model, gpus * (chosen.layout.micro_batch or 1))
     found = layouts.search(model, chosen, hardware, gpus, batch)
     return TrainingPlan(model, chosen, hardware, gpus, batch, found)
 

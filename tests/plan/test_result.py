@@ -45,6 +45,9 @@ def test_the_best_of_all_layouts() -> None:
     assert 0 < len(fitting) < len(every)
     fastest = min(step_time(plan.model, one, hardware).total for one in fitting)
     assert best.seconds == pytest.approx(fastest)
+    parts = [one for one in every if one.interleave > 1]
+    assert parts
+    assert all(one.micro_batches % one.pipeline == 0 for one in parts)
     seconds = [one.seconds for one in plan.shown]
     assert seconds == sorted(seconds)
     assert len(seconds) == 10
@@ -103,6 +106,11 @@ def test_the_fewest_gpus_within_days() -> None:
     assert fewer.best is not None
     assert (fewer.days(fewer.best) or 0) > 30
     assert "not within 30: use more GPUs" in repr(fewer)
+    # 16 GPUs would do without any traffic, but they need a little longer.
+    sixteen = ortlab.training_plan("7B", gpus=16, tokens="300B")
+    assert sixteen.best is not None
+    almost = 0.999 * (sixteen.days(sixteen.best) or 0)
+    assert ortlab.training_plan("7B", tokens="300B", days=almost).gpus == 24
 
 
 def test_what_is_shown() -> None:
@@ -148,6 +156,7 @@ def test_a_degree_that_the_heads_lack() -> None:
         ({"pipeline": 7}, "32 layers cannot be split evenly .* the nearest number is pipeline=8"),
         ({"gpus": 8, "tensor": 8, "pipeline": 2}, "tensor . pipeline = 16; .* is gpus=16"),
         ({"batch": 100, "tensor": 1, "pipeline": 1}, "batch=100 .*; the nearest is batch=128"),
+        ({"gpus": 8, "tensor": 8, "zero": 1}, "zero=1 shards across replicas, .* is gpus=16"),
         ({"batch": 4, "micro_batch": 3}, "the nearest is batch=3"),
         ({"zero": 2, "pipeline": 2}, "zero=2 with pipeline=2: .*; choose zero=1, or pipeline=1"),
         ({"heads": 30, "layers": 32, "hidden": 4096}, "the nearest number of heads is 32"),
@@ -166,6 +175,16 @@ def test_bad_input(settings: dict[str, Any], message: str) -> None:
         ortlab.training_plan("7B", **{"gpus": 64, **settings})
     assert len(str(raised.value)) < 250
     assert "\n" not in str(raised.value)
+
+
+def test_a_batch_that_is_not_given() -> None:
+    """It has a size as GPT-3's, which GPUs and micro-batches divide."""
+    for gpus, micro in ((64, 1), (24, 1), (8, 7), (24, 5)):
+        plan = ortlab.training_plan("7B", gpus=gpus, micro_batch=micro)
+        assert plan.best is not None
+        assert plan.batch * 2048 == pytest.approx(2**21, rel=0.05)
+    assert ortlab.training_plan("175B", gpus=1024).batch == 2048
+    assert ortlab.training_plan("350M", gpus=8, sequence=1024).batch == 512
 
 
 def test_what_a_message_names_works() -> None:
