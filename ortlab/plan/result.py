@@ -105,7 +105,7 @@ class TrainingPlan:
             Column[Candidate]("recompute", lambda one: one.layout.recompute),
             Column[Candidate]("precision", lambda one: one.layout.precision),
             Column[Candidate]("memory", lambda one: memory(one.memory.total), number=True),
-            Column[Candidate]("step", lambda one: f"{rounded(one.seconds)} s", number=True),
+            Column[Candidate]("step", lambda one: _time(one.seconds), number=True),
             Column[Candidate]("compute", lambda one: _share(one, "compute"), number=True),
             Column[Candidate](
                 "traffic", lambda one: _share(one, "tensor", "pipeline", "data"), number=True
@@ -142,7 +142,7 @@ class TrainingPlan:
     def _notes(self) -> list[str]:
         model, hardware, chosen = self.model, self.hardware, self.chosen
         notes = [
-            f"{model.parameters / 1e9:,.3g}B parameters, {self.gpus} {hardware.name}, "
+            f"{_count(model.parameters)} parameters, {self.gpus} {hardware.name}, "
             f"{self.batch} samples of {model.sequence} tokens a step"
         ]
         if model.about:
@@ -239,6 +239,16 @@ class TrainingPlan:
         others = self.others()
         more = others._repr_html_() if len(others) else ""
         return f"{picture}{self.table()._repr_html_()}{more}"
+
+
+def _count(parameters: int) -> str:
+    if parameters < 1e9:
+        return f"{parameters / 1e6:.3g}M"
+    return f"{rounded(parameters / 1e9)}B"
+
+
+def _time(seconds: float) -> str:
+    return f"{rounded(seconds)} s" if seconds >= 0.1 else f"{rounded(1000 * seconds)} ms"
 
 
 def _micro_batches(one: Candidate) -> str:
