@@ -1,1 +1,1 @@
-"""Memory plans that are computed without training."""
+"""Plans of memory and time that are computed without training."""
