@@ -995,6 +995,15 @@ def test_sessions_hold_nothing_large_that_they_have_expanded() -> None:
             assert max(map(math.prod, kept), default=0) < 1 << 17
 
 
+def test_gelus_gradient_needs_three_intermediate_results() -> None:
+    """The density is done before the distribution is begun; in between, another one would live."""
+    pair = Pair(nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)))
+    pair.compare(torch.randn(5, 6))
+    (segment,) = pair.backend.graphs[-1].division.segments
+    order = [node.op_type for node in segment.executed().graph.node]
+    assert order.index("Div") < order.index("Erf")
+
+
 def test_an_old_runtime_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         __version__ = "1.16.3"
