@@ -6,6 +6,8 @@
 # make plain      tests the engine 'ort' in a second environment, .venv-plain, with plain onnxruntime
 # make nightly    the tests that take too long for every change, too, and those of `make plain` with
 #                 Python 3.11 and 3.13
+# make cluster-test  the tests of workers on several hosts over SSH, which need root, openssh-server
+#                 and iproute2; `make nightly` has them, too
 # make lint       ruff, mypy and import-linter
 # make clean      removes what the others made, the environments included
 #
@@ -16,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo check test plain test-plain nightly lint clean
+.PHONY: demo check test plain test-plain nightly cluster-test lint clean
 MAKEFLAGS += --no-print-directory
 
 VENV := .venv
@@ -59,6 +61,9 @@ nightly: $(DONE)/test $(DONE)/extension lint
 	@$(MAKE) plain PLAIN=plain
 	@$(MAKE) test-plain VENV=.venv-3.13 RUNTIME=cpu PYTHON="$$(sh .ci/find-python 3.13)"
 
+cluster-test: $(DONE)/test $(DONE)/extension
+	$(BIN)/python -m pytest -m cluster tests/cluster
+
 lint: $(DONE)/test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy --no-error-summary
@@ -88,6 +93,6 @@ $(DONE)/demo $(DONE)/test: $(DONE)/torch.txt pyproject.toml $(FRONT_END)
 	    --editable ".[$(@F),$${RUNTIME:-$$($(BIN)/python .ci/runtime.py)}]"
 	@touch $@
 
-$(DONE)/extension: $(DONE)/torch.txt | $(if $(filter check test nightly,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)
+$(DONE)/extension: $(DONE)/torch.txt | $(if $(filter check test nightly cluster-test,$(MAKECMDGOALS)),$(DONE)/test,$(DONE)/demo)
 	@$(BIN)/ortlab doctor --build
 	@touch $@

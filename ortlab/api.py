@@ -686,27 +686,56 @@ def tune(
 
 
 @brief
-def workers(count: int | None = None, *, profile: str | None = None) -> Workers:
+def workers(
+    count: int | None = None,
+    *,
+    profile: str | None = None,
+    hosts: str | Sequence[str] | None = None,
+    per_host: int | None = None,
+    python: str | None = None,
+    address: str | None = None,
+) -> Workers:
     """Start worker processes that train together, or return the running ones.
 
     Args:
-        count: Number of workers. If as many are running under the same profile, they are returned;
-            otherwise they are stopped and new ones start. None returns the running workers.
+        count: Number of workers. If as many are running in the same place, they are returned;
+            otherwise they are stopped and new ones start. None returns the running workers, or
+            starts `per_host` on each of `hosts`.
         profile: An ipyparallel profile that defines where workers run; None for this machine.
+        hosts: Hosts to start workers on over SSH, such as "a,b" or ["user@a", "b:2222"]; aliases of
+            ssh_config are names of hosts, too. They are checked before anything starts.
+        per_host: Number of workers on each host. Default: an equal part of `count`, or 1.
+        python: Path of Python on the hosts. Default: the path of this process's Python if there is
+            one, else python3. It needs the same versions of ortlab, torch and ipyparallel.
+        address: IPv4 address of this machine by which all hosts reach it. Default: the one from
+            which this machine sends to them.
 
     Returns:
         The workers. ``workers(2).run(f, x)`` calls ``f(x)`` on both, with copies of ``f`` and
         ``x``.
 
     Raises:
-        ValueError: If `count` is None and no workers are running, or if the running ones are busy.
-        RuntimeError: If workers cannot be started. If ipyparallel is missing, the message says how
-            to install it.
+        ValueError: If `count` is None and no workers are running, if the running ones are busy, or
+            if the hosts and numbers do not go together.
+        RuntimeError: If workers cannot be started; the message has a line for each host that cannot
+            run them, with the reason and what to do. If ipyparallel is missing, the message says
+            how to install it.
 
     Example:
         >>> workers = ortlab.workers(2)
         >>> workers.run(os.getpid)
     """
+    if hosts is not None:
+        from ortlab.cluster.hosts import Hosts  # heavy: psutil
+
+        if profile is not None:
+            raise ValueError("hosts and profile exclude each other: a profile names its own hosts")
+        chosen = Hosts.chosen(hosts, count, per_host, python=python, address=address)
+        return session.start_workers(chosen.count, hosts=chosen)
+    given = {"per_host": per_host, "python": python, "address": address}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} needs hosts, as in hosts='a,b'")
     if count is not None:
         return session.start_workers(count, profile=profile)
     if session.workers is None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ortlab.checkpoint.checkpoint import Checkpoint
+    from ortlab.cluster.hosts import Hosts
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
     from ortlab.engines.ort.model import OrtModel
@@ -551,7 +552,7 @@ class Session:
             remote=self._remote_stepper,
             check_workers=self._check_workers,
             plan_for=self.plan_for,
-            remote_hosts=lambda: self.workers is not None and self.workers.profile is not None,
+            remote_hosts=lambda: self.workers is not None and self.workers.elsewhere,
             show=self.show,
             names=self._names,
             waits=self.waits,
@@ -608,17 +609,20 @@ class Session:
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    def start_workers(self, count: int, *, profile: str | None = None) -> Workers:
+    def start_workers(
+        self, count: int, *, profile: str | None = None, hosts: Hosts | None = None
+    ) -> Workers:
         """See `ortlab.api.workers`."""
         from ortlab.cluster.workers import Workers, refuse_too_many  # heavy: psutil
 
         if count < 1:
             raise ValueError(f"workers={count} must be at least 1")
-        if profile is None:
+        if profile is None and hosts is None:
             refuse_too_many(count)
         before = self.workers
         if before is not None:
-            if before.usable() and (len(before), before.profile) == (count, profile):
+            same = (len(before), before.profile, before.hosts) == (count, profile, hosts)
+            if same and before.usable():
                 return before
             if before.busy is not None:
                 raise ValueError(
@@ -627,7 +631,7 @@ class Session:
                 )
             tell(before.broken or f"ending the {len(before)} previous workers")
             before.stop()
-        self.workers = Workers(count, profile=profile)
+        self.workers = Workers(count, profile=profile, hosts=hosts)
         return self.workers
 
     def workers_for(self, count: int) -> Workers:
@@ -643,7 +647,7 @@ class Session:
         before = self.workers
         if before is None or len(before) != count:
             return self.start_workers(count)
-        return self.start_workers(count, profile=before.profile)
+        return self.start_workers(count, profile=before.profile, hosts=before.hosts)
 
     def _check_workers(
         self, model: nn.Module, loss: LossFunction | None, optim: OptimRequest | None

@@ -66,14 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seconds that each tutorial took, and how many tests need onnxruntime-training."""
+    """Print the tutorials' seconds, hosts' refusals, and how many tests need the old runtime."""
     skipped = [str(each.longrepr) for each in terminalreporter.getreports("skipped")]
     if number := sum("onnxruntime-training" in each for each in skipped):
         terminalreporter.write_line(f"{number} tests skipped that need onnxruntime-training")
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for name, told in report.user_properties:
-                if name == "tutorial":
+                if name in ("tutorial", "host"):
                     terminalreporter.write_line(told)
 
 

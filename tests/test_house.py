@@ -299,8 +299,8 @@ def test_what_is_public_says_what_it_is() -> None:
 def test_documented_commands_exist() -> None:
     readme = "".join(path.read_text() for path in documents())
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
-    assert set(re.findall(r"\bmake ([a-z]+)", readme)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", readme)) <= targets
     for command in sorted(set(re.findall(r"\bortlab (doctor|[a-z]+)(?=`| --|$)", readme))):
         helped = subprocess.run(
             [sys.executable, "-m", "ortlab.cli", command, "--help"], capture_output=True, text=True

@@ -1,7 +1,8 @@
 """Facts about a worker that are checked before anything is sent to it: host, cores, versions.
 
 The source of this module is sent to workers as text and needs only Python's standard library, in
-any version: pickles and compiled code differ between versions of Python.
+any version: pickles and compiled code differ between versions of Python. On a host that is reached
+over SSH the same text greets this process before ortlab is imported there.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import json
 import os
 import platform
 import socket
 import sys
 from typing import Any
 
-_DISTRIBUTIONS = ("ortlab", "torch", "onnxruntime-training", "cloudpickle")
+GREETING = "ortlab-host: "
+"""Beginning of a line for the kernel; shells of the host may print others before it."""
+HOST = "ORTLAB_WORKER_HOST"
+"""Environment variable of a worker that was started over SSH: its host as the user names it."""
+TOKEN_BYTES = 32
+REACH_S = 2.5
+"""Seconds that a host has to connect back to the kernel."""
+
+_DISTRIBUTIONS = ("ortlab", "torch", "onnxruntime-training", "ipyparallel", "cloudpickle")
 
 
 def facts() -> dict[str, Any]:
@@ -28,7 +38,7 @@ def facts() -> dict[str, Any]:
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     versions |= {name: _version(name) for name in _DISTRIBUTIONS}
     return {
-        "host": socket.gethostname(),
+        "host": os.environ.get(HOST) or socket.gethostname(),
         "pid": os.getpid(),
         "cores": cores(),
         "versions": versions,
@@ -42,10 +52,56 @@ def cores() -> int:
     return len(allowed(0))
 
 
-def as_text() -> str:
-    """Return Python code that prints `facts` as JSON and defines no names."""
-    code = f"{inspect.getsource(sys.modules[__name__])}\nimport json\nprint(json.dumps(facts()))"
+def as_text(then: str = "print(json.dumps(facts()))") -> str:
+    """Return Python code in one line that runs this module elsewhere and defines no names.
+
+    Args:
+        then: What to do with it; by default it prints `facts` as JSON.
+    """
+    code = f"{inspect.getsource(sys.modules[__name__])}\n{then}"
     return f"exec({code!r}, {{'__name__': 'facts'}})"
+
+
+def greet() -> None:
+    """Tell the kernel the facts of this host, and start workers when it orders them.
+
+    The first line of the standard input has the address and port of the kernel's listening socket
+    and a token, the second one the order. Between them the kernel checks all hosts.
+    """
+    asked = json.loads(sys.stdin.readline())
+    lifeline, unreached = None, ""
+    try:
+        lifeline = socket.create_connection((asked["address"], asked["port"]), REACH_S)
+        lifeline.sendall(asked["token"].encode())
+        lifeline.settimeout(None)
+    except OSError as error:
+        unreached = error.strerror or str(error)
+    found = {**facts(), "python": sys.executable, "unreached": unreached}
+    print(GREETING + json.dumps(found), flush=True)
+    order = sys.stdin.readline()
+    if order:
+        start = importlib.import_module("ortlab.cluster.host_side")
+        start.run(json.loads(order), lifeline)
+
+
+def different(theirs: dict[str, Any]) -> tuple[str, str] | None:
+    """Compare versions with those of this process.
+
+    Args:
+        theirs: Versions of another process, by name.
+
+    Returns:
+        The versions that differ, as text: theirs and those of this process; None if all are equal.
+    """
+    ours = facts()["versions"]
+    names = [name for name in ours if theirs.get(name) != ours[name]]
+    if not names:
+        return None
+    each = [
+        ", ".join(f"{name} {found[name]}" if found.get(name) else f"no {name}" for name in names)
+        for found in (theirs, ours)
+    ]
+    return each[0], each[1]
 
 
 def _version(distribution: str) -> Any:

@@ -1,8 +1,10 @@
 """Launch of an ipyparallel cluster: starts its processes, detects which died, and ends them.
 
-Without a profile everything is local: ipyparallel's controller and engines are children of this
-process and communicate over loopback TCP with encrypted messages; their files are in a temporary
-folder of mode 0700. A profile chooses the launchers (SSH, MPI, Slurm, ...), addresses and files.
+Without a profile ipyparallel's controller is a child of this process, and so are the engines,
+unless hosts are given: then they run there, started over SSH (`ortlab.cluster.host_side`). They
+communicate over loopback TCP, or with hosts over one address that the hosts reach, with encrypted
+and signed messages; their files are in a temporary folder of mode 0700. A profile chooses the
+launchers (SSH, MPI, Slurm, ...), addresses and files.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -22,6 +25,8 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
+from ortlab.cluster import ssh
+from ortlab.cluster.hosts import Hosts, Reached, reach
 from ortlab.settings import unknown_name
 from ortlab.utils import contention, scratch
 from ortlab.utils.files import write_private
@@ -36,7 +41,8 @@ _TO_END_S: Final = 2
 
 _ENGINE: Final = ("--timeout=60",)  # on a busy machine, registering takes longer than 5 s
 _CONTROLLER: Final = (
-    f"--ip={LOOPBACK}",
+    f"--IPController.client_ip={LOOPBACK}",
+    f"--IPController.monitor_ip={LOOPBACK}",
     f"--location={LOOPBACK}",  # the default is the host's name, which may not resolve
     "--nodb",  # a database would store everything that is sent, including models
     "--usethreads",  # two processes instead of eight
@@ -52,39 +58,31 @@ class Cluster:
         count: Number of engines.
         profile: ipyparallel profile that the cluster is started with; None starts local processes.
         threads: Threads of each local engine.
+        hosts: Hosts on which the engines are started over SSH, with a local controller; None for
+            this machine.
 
     Raises:
+        HostsRefused: If one of the hosts cannot run workers.
         RuntimeError: If ipyparallel is not installed, or the engines do not start.
         ValueError: If there is no such profile.
     """
 
-    def __init__(self, count: int, *, profile: str | None, threads: int) -> None:
+    def __init__(
+        self, count: int, *, profile: str | None, threads: int, hosts: Hosts | None = None
+    ) -> None:
         ipp = installed()
+        self.hosts = hosts
+        self._reached: Reached | None = None if hosts is None else reach(hosts)
         self._folder: Path | None = None
         self._stopped = False
         self._client: Any = None
         self._embedded: dict[str, Any] = {}
         common: dict[str, Any] = {"log": _silent(), "shutdown_atexit": False, "n": count}
-        if profile is not None:
-            _check_profile(ipp, profile)
-            self._cluster = ipp.Cluster(profile=profile, config=_config({}), **common)
-        else:
-            self._folder = scratch.folder("workers")
-            _encrypt(self._folder)
-            self._embedded = {
-                # Engines can import whatever this process can.
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "OMP_NUM_THREADS": str(threads),
-                **contention.SLEEPING,
-            }
-            self._cluster = ipp.Cluster(
-                profile_dir=str(self._folder),
-                load_profile=False,
-                cluster_file="",
-                delay=0,
-                config=_config({"LocalProcessLauncher": {"stop_seconds_until_kill": _TO_END_S}}),
-                **common,
-            )
+        with contextlib.ExitStack() as undo:
+            if self._reached is not None:
+                undo.callback(ssh.end_all, self._reached.links, kill=True)
+            self._cluster = self._made(ipp, profile, threads, common)
+            undo.pop_all()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(self._loop.run_forever, name="ortlab-workers")
         self._thread.start()
@@ -99,6 +97,28 @@ class Cluster:
                     f"the workers did not start: {reason}{f' ({words})' if words else ''}"
                 ) from error
             raise
+
+    def _made(self, ipp: Any, profile: str | None, threads: int, common: Mapping[str, Any]) -> Any:
+        """Return ipyparallel's cluster, of which nothing runs yet."""
+        if profile is not None:
+            _check_profile(ipp, profile)
+            return ipp.Cluster(profile=profile, config=_config({}), **common)
+        self._folder = scratch.folder("workers")
+        _encrypt(self._folder)
+        self._embedded = {
+            # Engines can import whatever this process can.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": str(threads),
+            **contention.SLEEPING,
+        }
+        return ipp.Cluster(
+            profile_dir=str(self._folder),
+            load_profile=False,
+            cluster_file="",
+            delay=0,
+            config=_config({"LocalProcessLauncher": {"stop_seconds_until_kill": _TO_END_S}}),
+            **common,
+        )
 
     @property
     def client(self) -> Any:
@@ -116,15 +136,40 @@ class Cluster:
         controller = self._cluster.controller
         return controller is None or controller.state == "after"
 
-    def exit_codes(self) -> dict[int, int | None]:
-        """Return the exit codes of local engines that ended, by process id.
+    def exit_codes(self) -> dict[tuple[str, int], int | None]:
+        """Return the exit codes of engines that ended, by host and process id.
+
+        Nothing is known of the engines of a profile on other hosts.
 
         Returns:
             The codes; a negative one is the number of a signal, None is unknown.
         """
+        if self._reached is not None:
+            return {
+                (link.destination.name, pid): code
+                for link in self._reached.links
+                for pid, code in dict(link.ended).items()
+            }
         data = getattr(self._cluster.engine_set, "stop_data", None) or {}
         ended = data.get("engines", {}).values()
-        return {engine["pid"]: engine.get("exit_code") for engine in ended if "pid" in engine}
+        here = socket.gethostname()
+        return {
+            (here, engine["pid"]): engine.get("exit_code") for engine in ended if "pid" in engine
+        }
+
+    def disconnected(self, host: str) -> bool:
+        """Return whether the SSH connection to a host has ended.
+
+        Args:
+            host: The host.
+        """
+        links = () if self._reached is None else self._reached.links
+        return any(link.destination.name == host and not link.alive for link in links)
+
+    @property
+    def address(self) -> str | None:
+        """Address of this machine by which the hosts reach it; None without hosts."""
+        return None if self._reached is None else self._reached.address
 
     def stop(self, *, kill: bool = False) -> None:
         """End engines and controller and wait for them; a second call does nothing.
@@ -136,6 +181,13 @@ class Cluster:
             return
         self._stopped = True
         helpers = self._helpers()
+        silent = [] if self._reached is None else ssh.end_all(self._reached.links, kill=kill)
+        if silent:
+            warnings.warn(
+                f"{', '.join(silent)} did not answer: workers there end by themselves within a "
+                "minute",
+                stacklevel=3,
+            )
         if self._client is not None:
             self._client.close(linger=0)
         try:
@@ -165,9 +217,17 @@ class Cluster:
         if self._embedded:
             await cluster.start_controller(
                 controller_cmd=_command("controller"),
-                controller_args=list(_CONTROLLER),
+                controller_args=[
+                    *_CONTROLLER,
+                    f"--IPController.engine_ip={self.address or LOOPBACK}",
+                ],
                 environment=dict(self._embedded),
             )
+        if self.hosts is not None and self._reached is not None:
+            information = await cluster.controller.get_connection_info()
+            for link in self._reached.links:
+                link.start(self.hosts.per_host, information["engine"])
+        elif self._embedded:
             await cluster.start_engines(
                 count,
                 engine_cmd=_command("engine"),
@@ -196,6 +256,10 @@ class Cluster:
 
     def _last_words(self) -> str:
         """Return the last line that one of the processes printed."""
+        if self._reached is not None:
+            for link in self._reached.links:
+                if link.ended and link.words:
+                    return f"{link.destination.name}: {link.words[-1]}"
         parts = (self._cluster.controller, self._cluster.engine_set)
         lines = [line for part in parts if part for line in part.get_output().splitlines()]
         return next((line.strip() for line in reversed(lines) if line.strip()), "")

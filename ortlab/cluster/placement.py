@@ -34,14 +34,14 @@ class PlacedRank:
     devices: int
 
 
-def place_ranks(cluster: Cluster, *, profile: str | None) -> list[PlacedRank]:
+def place_ranks(cluster: Cluster, *, elsewhere: bool) -> list[PlacedRank]:
     """Assign a rank, a device and threads to each engine of a cluster.
 
-    Warns if the ranks of a host share cores (with a profile) or CUDA devices.
+    Warns if the ranks of a host share cores (of one that is not this machine) or CUDA devices.
 
     Args:
         cluster: The cluster, whose engines run.
-        profile: The ipyparallel profile that the cluster was started with, or None.
+        elsewhere: True if the cluster was started over SSH or by an ipyparallel profile.
 
     Returns:
         The ranks, in order.
@@ -52,6 +52,12 @@ def place_ranks(cluster: Cluster, *, profile: str | None) -> list[PlacedRank]:
     client = cluster.client
     engines = sorted(client.ids)
     found = _facts(client, engines)
+    if cluster.hosts is not None:  # neighbors are on the same host, as torchrun places them
+        names = cluster.hosts.names
+        in_order = sorted(
+            zip(engines, found, strict=True), key=lambda each: names.index(each[1]["host"])
+        )
+        engines, found = [list(part) for part in zip(*in_order, strict=True)]
     on_host = Counter(fact["host"] for fact in found)
     met: Counter[str] = Counter()
     places = []
@@ -67,9 +73,10 @@ def place_ranks(cluster: Cluster, *, profile: str | None) -> list[PlacedRank]:
     ranks = []
     for engine, place, fact, answer in zip(engines, places, found, placed, strict=True):
         device, devices = answer.get()
-        host, here = fact["host"], _is_here(fact)
+        # Another host may have the same name and process ids as this machine.
+        host, here = fact["host"], cluster.hosts is None and _is_here(fact)
         ranks.append(PlacedRank(engine, place, host, fact["pid"], here, device, devices))
-        if place.local_rank == 0 and profile is not None:  # without one the caller has warned
+        if place.local_rank == 0 and elsewhere:  # without one the caller has warned
             warn_of_sharing(host, place.local_world, fact["cores"], "core")
         if place.local_rank == 0 and devices:
             warn_of_sharing(host, place.local_world, devices, "CUDA device")
@@ -82,15 +89,13 @@ def _facts(client: Any, engines: Sequence[int]) -> list[dict[str, Any]]:
     asked.get()
     asked.wait_for_output(ANSWER_S)
     found = [json.loads(text) for text in asked.stdout]
-    here = facts.facts()["versions"]
     for rank, fact in enumerate(found):
-        for name, version in here.items():
-            theirs = fact["versions"].get(name)
-            if theirs != version:
-                raise RuntimeError(
-                    f"rank {rank} on {fact['host']} has {name} {theirs or 'not installed'}, but "
-                    f"this process has {version or 'none'}; install the same version in both"
-                )
+        if different := facts.different(fact["versions"]):
+            theirs, ours = different
+            raise RuntimeError(
+                f"rank {rank} on {fact['host']} has {theirs}, but this process has {ours}; install "
+                "the same version in both"
+            )
     return found
 
 

@@ -1,9 +1,10 @@
-"""Controller and engine processes of a local cluster, which end when the kernel ends.
+"""Controller and engine processes of a cluster, which end when the kernel ends.
 
 ``python -m ortlab.cluster.process controller|engine PID ARGUMENT ...`` runs ipyparallel's
 controller or engine with these arguments, for the kernel with that process id. ipyparallel's own
 processes would survive a kernel that was killed: they watch each other by heartbeats, but not the
-kernel.
+kernel. A ``remote-engine`` is the child of `ortlab.cluster.host_side` and reads the connection
+information, which has the key, from its standard input: no file and no command line has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _POLL_S = 0.5
 _TO_CLEAN_UP_S = 5.0
@@ -66,9 +68,26 @@ def _run_engine(parent: int, arguments: list[str]) -> None:
     IPEngine.launch_instance(argv=arguments)
 
 
+def _run_remote_engine(parent: int, arguments: list[str]) -> None:
+    from ipyparallel.engine.app import IPEngine  # optional: ipyparallel
+
+    def end() -> None:  # the parent can no longer remove the folder of all workers
+        shutil.rmtree(Path(os.environ["IPP_PROFILE_DIR"]).parent, ignore_errors=True)
+        os._exit(1)
+
+    connection = sys.stdin.read()
+    end_with(parent, end)
+    IPEngine.launch_instance(argv=arguments, connection_info_env=connection)
+
+
 if __name__ == "__main__":
     role, kernel, *rest = sys.argv[1:]
     # Their logs lie in the folder for temporary files. If that disk is full, each call would print
     # an error into the user's cell.
     logging.raiseExceptions = False
-    {"controller": _run_controller, "engine": _run_engine}[role](int(kernel), rest)
+    roles = {
+        "controller": _run_controller,
+        "engine": _run_engine,
+        "remote-engine": _run_remote_engine,
+    }
+    roles[role](int(kernel), rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import psutil
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import RankDied, WorkerCall
+from ortlab.cluster.hosts import Hosts
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.cluster.payload import packed
 from ortlab.cluster.placement import (
@@ -48,14 +50,20 @@ _INTERRUPTS: Final = 3
 
 @dataclass(frozen=True)
 class Group:
-    """Process group of all ranks: the name of its backend, and a private folder that all can read.
+    """Process group of all ranks.
 
-    The backend is gloo for CPU tensors, and NCCL for CUDA tensors if every rank has a GPU of its
-    own.
+    Attributes:
+        backend: Its backend: gloo for CPU tensors, and NCCL for CUDA tensors if every rank has a
+            GPU of its own.
+        folder: A private folder of this machine.
+        shared: True if all ranks can read the folder.
+        store: Store through which ranks on hosts have met, which lives as long as the group.
     """
 
     backend: str
     folder: Path
+    shared: bool = True
+    store: Any = None
 
 
 class Workers:
@@ -68,15 +76,19 @@ class Workers:
         count: Number of workers.
         profile: ipyparallel profile that says how they are started (SSH, MPI, Slurm, ...); None
             starts local processes.
+        hosts: Hosts on which they are started over SSH; None for this machine, or the profile.
 
     Raises:
+        HostsRefused: If a host cannot run workers; nothing was started then.
         RuntimeError: If they cannot be started, or have other versions of Python or a library than
             this process.
         ValueError: If the profile is unknown.
     """
 
-    def __init__(self, count: int, *, profile: str | None = None) -> None:
-        self.profile = profile
+    def __init__(
+        self, count: int, *, profile: str | None = None, hosts: Hosts | None = None
+    ) -> None:
+        self.profile, self.hosts = profile, hosts
         self.broken: str | None = None
         """Reason why they cannot be used anymore; None while they can."""
         self._busy: str | None = None
@@ -84,12 +96,13 @@ class Workers:
         self._group: Group | None = None
         self._in_group = 0
         began = time.monotonic()
-        if profile is None:
+        if not self.elsewhere:
             warn_of_sharing("this machine", count, facts.cores(), "core")
         tell(f"starting {counted(count, 'worker')}")
-        self._cluster = Cluster(count, profile=profile, threads=max(1, facts.cores() // count))
+        threads = max(1, facts.cores() // count)
+        self._cluster = Cluster(count, profile=profile, threads=threads, hosts=hosts)
         try:
-            self._ranks = place_ranks(self._cluster, profile=profile)
+            self._ranks = place_ranks(self._cluster, elsewhere=self.elsewhere)
         except BaseException:
             self._cluster.stop(kill=True)
             raise
@@ -104,6 +117,11 @@ class Workers:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+    @property
+    def elsewhere(self) -> bool:
+        """True if they may be on other machines."""
+        return self.hosts is not None or self.profile is not None
 
     @property
     def local(self) -> bool:
@@ -126,6 +144,8 @@ class Workers:
         if self.broken is not None:
             return f"none: {self.broken}; {self._again()}"
         where = "on this machine" if self.profile is None else f"of profile {self.profile}"
+        if self.hosts is not None:
+            where = f"on {', '.join(self.hosts.names)}"
         return f"{len(self)} {where}, {f'busy: {self._busy}' if self._busy else 'idle'}"
 
     def usable(self) -> bool:
@@ -229,7 +249,8 @@ class Workers:
 
         The ranks find each other through a file in a private folder, without a port. If all are on
         this machine, their sockets are on loopback only. Otherwise the folder is below
-        $ORTLAB_HOME.
+        $ORTLAB_HOME. Ranks on hosts, which may share no folder, find each other through a
+        TCPStore of this process instead, on the address of the controller.
 
         Args:
             name: Name of the work, for the messages.
@@ -256,15 +277,18 @@ class Workers:
                     self._part(group)
 
     def _met(self, timeout_s: float) -> Group:
-        folder = self._meeting_place()
         backend = "cpu:gloo,cuda:nccl" if self._own_gpus() else "gloo"
         interface = _loopback_interface() if self.local else None
+        folder, store = self._meeting_place(), None
+        place: str | tuple[str, int] = str(folder / "store")
         try:
-            self.run(on_rank.join_group, str(folder / "store"), backend, interface, timeout_s)
+            if self._cluster.address is not None:
+                store, place = _store(self._cluster.address)
+            self.run(on_rank.join_group, place, backend, interface, timeout_s)
         except BaseException:
             scratch.remove(folder)
             raise
-        return Group(backend, folder)
+        return Group(backend, folder, shared=store is None, store=store)
 
     def _part(self, group: Group) -> None:
         try:
@@ -352,7 +376,7 @@ class Workers:
         return [
             number
             for number, rank in enumerate(self._ranks)
-            if lost or rank.pid in ended or rank.engine not in left
+            if lost or (rank.host, rank.pid) in ended or rank.engine not in left
         ]
 
     def _died(self, lost: Sequence[int] = ()) -> RankDied:
@@ -361,12 +385,18 @@ class Workers:
             reason, rank = "the controller died, so the workers cannot be reached", 0
         else:
             rank = [*lost, *self._gone()][0]
-            pid = self._ranks[rank].pid
+            ended = self._ranks[rank]
+            which = (ended.host, ended.pid)
             until = time.monotonic() + _GRACE_S
-            while pid not in self._cluster.exit_codes() and time.monotonic() < until:
+            while which not in self._cluster.exit_codes() and time.monotonic() < until:
                 time.sleep(0.01)
-            code = self._cluster.exit_codes().get(pid)
-            reason = f"rank {rank} of {len(self)} died{_how(code)}"
+            reason = f"rank {rank} of {len(self)}"
+            if self.hosts is not None:
+                reason += f" on {ended.host}"
+            if self._cluster.disconnected(ended.host):
+                reason += " was lost: the SSH connection to the host ended"
+            else:
+                reason += f" died{_how(self._cluster.exit_codes().get(which))}"
         self._break(reason)
         return RankDied(f"{reason}; {self._again()}", rank)
 
@@ -376,7 +406,12 @@ class Workers:
         self._cluster.stop(kill=True)
 
     def _again(self) -> str:
-        return f"%ort workers {len(self)}, or ortlab.workers({len(self)}), starts fresh ones"
+        typed, called = str(len(self)), str(len(self))
+        if self.hosts is not None:
+            each = self.hosts.per_host
+            typed = f"--hosts {self.hosts.text} --per-host {each}"
+            called = f"hosts={self.hosts.text!r}, per_host={each}"
+        return f"%ort workers {typed}, or ortlab.workers({called}), starts fresh ones"
 
     # ---- information on the ranks ----------------------------------------------------------------
 
@@ -391,8 +426,8 @@ class Workers:
         return found
 
     def _meeting_place(self) -> Path:
-        """Return a new private folder that every rank can read."""
-        if self.local:
+        """Return a new private folder that every rank can read, if they are not on `hosts`."""
+        if self.local or self.hosts is not None:
             return scratch.folder("group")
         home = private_home()
         folder = scratch.folder("group", home)
@@ -425,6 +460,21 @@ def refuse_too_many(count: int) -> None:
             f"not enough memory for {count} workers: each takes {memory(WORKER_BYTES)} without its "
             f"model, and {memory(free)} are free; start at most {max(1, free // WORKER_BYTES)}"
         )
+
+
+def _store(address: str) -> tuple[Any, tuple[str, int]]:
+    """Return a TCPStore that listens on one address, and its place.
+
+    torch's own socket would listen on every network.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # heavy: torch
+
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, (address, port)
 
 
 def _how(code: int | None) -> str:

@@ -306,7 +306,7 @@ def test_from_start_to_stop(
 ) -> None:
     assert typist("%ort workers") == "no workers yet; %ort workers 2 starts two\n"
     assert typist.completions("%ort workers st") == ["stop"]
-    assert typist.completions("%ort workers --p") == ["--profile"]
+    assert typist.completions("%ort workers --prof") == ["--profile"]
     assert "not a number" in typist.refused("%ort workers many")
     assert "at least 1" in typist.refused("%ort workers 0")
     with pytest.raises(ValueError, match="no workers yet"):

@@ -269,10 +269,17 @@ COMMANDS = {
             "workers",
             "Start worker processes that train together, or show the running ones.",
             "The table shows device, threads and memory of each, and every socket they listen on. "
-            "Without --profile they run on this machine. `w = %ort workers 2` gives w.run(f, x), "
-            "which calls f(x) on each.",
+            "Without --hosts and --profile they run on this machine. `%ort workers --hosts a,b "
+            "--per-host 2` starts two on each host over SSH, after all hosts were checked. "
+            "`w = %ort workers 2` gives w.run(f, x), which calls f(x) on each.",
             (Positional("count", "workers", "how many, or stop; by default they are shown", "?"),),
-            extra=(Option("--profile", "an ipyparallel profile that defines where they run"),),
+            extra=(
+                Option("--hosts", "hosts to start them on over SSH, such as a,user@b,c:2222"),
+                Option("--per-host", "number of workers on each host"),
+                Option("--python", "path of Python on the hosts (default: this one's, or python3)"),
+                Option("--address", "address of this machine for the hosts (default: it is found)"),
+                Option("--profile", "an ipyparallel profile that defines where they run"),
+            ),
         ),
         Command(
             "script",

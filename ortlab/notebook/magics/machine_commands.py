@@ -40,19 +40,28 @@ class MachineCommands:
 
     def workers(self, given: ParsedCommand) -> Workers | None:
         """Start, show or stop workers."""
-        count, profile = given.words["count"], given.words["profile"]
+        count, profile, hosts = (given.words[name] for name in ("count", "profile", "hosts"))
         if count is not None and count != "stop" and not count.isdecimal():
             raise UsageError(
                 f"%ort workers: {count!r} is not a number; type %ort workers 2, or "
                 "%ort workers stop"
             )
-        if profile is not None and (count is None or count == "stop"):
+        if profile is not None and hosts is None and (count is None or count == "stop"):
             raise UsageError(
                 "%ort workers: --profile needs a number of workers, as in --profile NAME 4"
             )
-        if count not in (None, "stop"):
+        over_ssh = {
+            "hosts": hosts,
+            "per_host": _number("--per-host", given.words["per_host"]),
+            "python": given.words["python"],
+            "address": given.words["address"],
+        }
+        chosen = any(value is not None for value in over_ssh.values())
+        if count == "stop" and chosen:
+            raise UsageError("%ort workers: stop ends all workers; it takes no options")
+        if chosen or count not in (None, "stop"):
             with progress():
-                return workers(int(count), profile=profile)
+                return workers(None if count is None else int(count), profile=profile, **over_ssh)
         if session.workers is None:
             print("no workers yet; %ort workers 2 starts two")
             return None
@@ -75,3 +84,9 @@ class MachineCommands:
     def doctor(self, given: ParsedCommand) -> Table[Finding]:  # noqa: ARG002
         """Return the checks of this machine."""
         return check_setup()
+
+
+def _number(flag: str, text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise UsageError(f"%ort workers: {flag} takes a number, not {text!r}")
+    return None if text is None else int(text)
