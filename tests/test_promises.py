@@ -37,6 +37,12 @@ PROMISES: Final[Mapping[str, tuple[str, ...]]] = {
     "What workers say is always encrypted": (
         "notebook/test_privacy.py::test_another_user_cannot_listen_to_workers",
     ),
+    "it is on no command line and in no file of the host": (
+        "cluster/test_hosts.py::test_no_secret_is_on_a_command_line",
+    ),
+    "The controller listens on the one address by which the hosts reach this machine": (
+        "cluster/test_hosts.py::test_every_socket_is_on_loopback_or_on_the_one_address",
+    ),
     # docs/failures.md
     "SIGTERM, a closed terminal or a lost ssh": (
         "training/test_run.py::test_a_signal_stops_the_run_in_order",

@@ -21,7 +21,10 @@ GREETING = "ortlab-host: "
 """Beginning of a line for the kernel; shells of the host may print others before it."""
 HOST = "ORTLAB_WORKER_HOST"
 """Environment variable of a worker that was started over SSH: its host as the user names it."""
+FOLDER = "ORTLAB_WORKER_FOLDER"
+"""Environment variable of such a worker: the private folder of all workers on its host."""
 TOKEN_BYTES = 32
+"""Length of the token by which the kernel knows the connections of its hosts."""
 REACH_S = 2.5
 """Seconds that a host has to connect back to the kernel."""
 

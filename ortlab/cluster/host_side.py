@@ -85,6 +85,7 @@ def _start(order: Mapping[str, Any], profile: Path) -> subprocess.Popen[str]:
             "IPP_PROFILE_DIR": str(profile),
             "OMP_NUM_THREADS": str(threads),
             facts.HOST: order["host"],
+            facts.FOLDER: str(profile.parent),
             # torch would warn on each rank that the names of the others do not resolve.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         },

@@ -24,6 +24,8 @@ _ANSWERED_S: Final = 8.5
 """Seconds after which a host that has not answered is refused."""
 _RESOLVED_S: Final = 4.0
 _TOKEN_S: Final = 1.0
+_CUT_S: Final = 0.3
+"""Seconds that hosts have to end a connection after the checks; nothing was started there."""
 _NO_PROXY: Final = ("", "none")
 
 
@@ -164,7 +166,7 @@ def reach(hosts: Hosts) -> Reached:
                 in_order = {name: problems[name] for name in hosts.names if name in problems}
                 raise HostsRefused(in_order, len(destinations))
         except BaseException:
-            ssh.end_all(links)
+            ssh.end_all(links, within_s=_CUT_S)
             raise
         finally:
             with contextlib.suppress(OSError):  # wakes the thread that accepts connections
@@ -210,7 +212,7 @@ def _located(
             each.name in problems or "source" in places[each.name] or _proxied(places[each.name])
         ):
             problems[each.name] = (
-                f"its name was not resolved within {_RESOLVED_S:.0f} s; check this machine's DNS, "
+                f"its name was not resolved within {_RESOLVED_S:g} s; check this machine's DNS, "
                 "or give its address as HostName in ~/.ssh/config"
             )
     return problems, places
@@ -362,7 +364,7 @@ def explained(link: Link, settings: Mapping[str, str]) -> str:
             "user@host (passwords are not asked for)"
         )
     if link.alive:
-        return f"no answer within {_ANSWERED_S:.0f} s; type {typed} true and see what it waits for"
+        return f"no answer within {_ANSWERED_S:g} s; type {typed} true and see what it waits for"
     reason = words[-1] if words else "without a message"
     return f"the connection ended: {reason}; type {typed} true in a terminal"
 

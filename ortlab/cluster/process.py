@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from ortlab.cluster import facts
 
 _POLL_S = 0.5
 _TO_CLEAN_UP_S = 5.0
@@ -72,7 +73,7 @@ def _run_remote_engine(parent: int, arguments: list[str]) -> None:
     from ipyparallel.engine.app import IPEngine  # optional: ipyparallel
 
     def end() -> None:  # the parent can no longer remove the folder of all workers
-        shutil.rmtree(Path(os.environ["IPP_PROFILE_DIR"]).parent, ignore_errors=True)
+        shutil.rmtree(os.environ[facts.FOLDER], ignore_errors=True)
         os._exit(1)
 
     connection = sys.stdin.read()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import psutil
 
+from ortlab.cluster import meeting
 from ortlab.utils.errors import concise
 
 
@@ -141,9 +140,7 @@ def join_group(
 
     Args:
         store: File through which the workers find each other, or address and port of the kernel's
-            TCPStore. The latter's sockets are on the interface of the way to that address, unless
-            the host's environment chooses another one: gloo would resolve the host's name, which
-            other hosts, and many hosts themselves, do not know.
+            TCPStore, see `ortlab.cluster.meeting`.
         backend: Name of torch.distributed's backend, such as "gloo".
         interface: Network interface to which the sockets are limited; None for any.
         timeout_s: Seconds that a collective waits for another worker.
@@ -154,26 +151,12 @@ def join_group(
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
-    met: Any  # a store of torch.distributed
-    if isinstance(store, str):
-        met = dist.FileStore(store, world)  # type: ignore[attr-defined]
-    else:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, _interface_towards(store))
-        met = dist.TCPStore(*store, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=met, rank=rank, world_size=world, timeout=timeout)
-
-
-def _interface_towards(place: tuple[str, int]) -> str:
-    """Return the name of the network interface by which an address is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect(place)  # sends nothing
-        own = asked.getsockname()[0]
-    return next(
-        str(name)
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(address.address == own for address in addresses)
+    met = (
+        dist.FileStore(store, world)  # type: ignore[attr-defined]
+        if isinstance(store, str)
+        else meeting.meet(store, timeout)
     )
+    dist.init_process_group(backend, store=met, rank=rank, world_size=world, timeout=timeout)
 
 
 def leave_group() -> None:

@@ -20,6 +20,7 @@ from ortlab.checkpoint import sharded
 from ortlab.checkpoint.sharded import Shards
 from ortlab.cluster import packing, training
 from ortlab.cluster.call import RankError
+from ortlab.cluster.host_files import HostFiles, SentFiles, SharedFiles
 from ortlab.cluster.training import RankReport
 from ortlab.cluster.workers import Workers
 from ortlab.engines.base import (
@@ -115,6 +116,11 @@ class RemoteStepper:
         self._finite = True
         with contextlib.ExitStack() as stack:
             self._group = stack.enter_context(workers.rendezvous(name))
+            self._files: HostFiles = (
+                SharedFiles()
+                if self._group.shared
+                else SentFiles(self._ask_each, workers.first_on_host)
+            )
             tell(f"preparing on {len(workers)} worker{'s' * (len(workers) > 1)}")
             with self._packed() as (packed, file):
                 self._hear(self._ask(training.prepare, self._number, packed, file, settings))
@@ -125,14 +131,26 @@ class RemoteStepper:
         """Pack model, loss and optimizer for `packing.unpack` on the ranks."""
         file = self._group.folder / "model.safetensors"
         try:
-            yield packing.pack((self._owner, self._loss, self._optim), file), str(file)
+            packed = packing.pack((self._owner, self._loss, self._optim), file)
+            with self._files.lent(file) as name:
+                yield packed, name
         finally:
             file.unlink(missing_ok=True)
 
     def _ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call `function` on every rank and return the results."""
+        return self._heard(lambda: self._workers.run_together(function, *args, **kwargs))
+
+    def _ask_each(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """Call `function` on every rank with its own arguments and return the results."""
+        return self._heard(lambda: self._workers.run_each(function, arguments))
+
+    def _heard(self, call: Callable[[], list[R]]) -> list[R]:
+        """Make a call; StepperLost if the ranks do not all end it in the same way."""
         try:
-            return self._workers.run_together(function, *args, **kwargs)
+            return call()
         except RuntimeError as error:
             if isinstance(error, RankError) and error.together:
                 raise
@@ -218,7 +236,8 @@ class RemoteStepper:
     def _written(self, within: Path) -> Shards:
         folder = Shards.place(within)
         try:
-            outline, *_ = self._ask(training.write_state, self._number, str(folder))
+            with self._files.taken(folder) as name:
+                outline, *_ = self._ask(training.write_state, self._number, name)
         except BaseException:
             scratch.remove(folder)
             raise
@@ -242,7 +261,8 @@ class RemoteStepper:
         lies = state.get("shards") or self._where_there_is_room(
             lambda within: sharded.lay(whole, within)
         )
-        self._hear(self._ask(training.read_state, self._number, str(lies.folder), lies.outline))
+        with self._files.lent(lies.folder) as name:
+            self._hear(self._ask(training.read_state, self._number, name, lies.outline))
         self._ahead = True
 
     def adopt(self, settings: FinetuneSettings) -> None:

@@ -279,17 +279,18 @@ class Link:
                 self._words.append(line.strip())
 
 
-def end_all(links: Sequence[Link], *, kill: bool = False) -> list[str]:
+def end_all(links: Sequence[Link], *, kill: bool = False, within_s: float = _TO_END_S) -> list[str]:
     """End the workers of all hosts, and the connections.
 
     Args:
         links: The connections.
         kill: True to end the workers by SIGKILL, not by SIGTERM.
+        within_s: Seconds after which connections are cut.
 
     Returns:
         The hosts that did not answer: their workers end as soon as they notice.
     """
     for link in links:
         link.end(signal.SIGKILL if kill else signal.SIGTERM)
-    until = time.monotonic() + _TO_END_S
+    until = time.monotonic() + within_s
     return [link.destination.name for link in links if not link.wait(until)]

@@ -14,6 +14,7 @@ import torch
 
 from ortlab.checkpoint import sharded as shards
 from ortlab.cluster import packing
+from ortlab.cluster.host_files import place_of
 from ortlab.engines import nonfinite
 from ortlab.engines.base import Batch, EvalResult, Report, ShardedStepper, StateBytes, StepResult
 from ortlab.engines.distributed import steppers
@@ -104,7 +105,7 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
     Args:
         number: Number of the stepper.
         packed: (model, loss, optimizer) as `packing.pack` returned it.
-        file: The file with the model's tensors.
+        file: The file with the model's tensors, as `HostFiles` named it.
         settings: The run's settings.
 
     Returns:
@@ -118,7 +119,7 @@ def prepare(number: int, packed: bytes, file: str, settings: FinetuneSettings) -
     meter = SAMPLER.start()
     base_bytes = meter.take().rss_bytes
     try:
-        model, loss, optim = packing.unpack(packed, Path(file))
+        model, loss, optim = packing.unpack(packed, place_of(file))
         stepper = steppers.prepare(chosen, model, loss, settings, given=optim)
     except BaseException:
         SAMPLER.end(meter)
@@ -190,7 +191,7 @@ def first_bad(
 
     Args:
         packed: (model, loss, optimizer) as `packing.pack` returned it.
-        file: The file with the model's tensors.
+        file: The file with the model's tensors, as `HostFiles` named it.
         micro_batches: The step's micro-batches.
         settings: The run's settings.
 
@@ -200,7 +201,7 @@ def first_bad(
     if torch.distributed.get_rank():
         return None
     try:
-        model, loss, _ = packing.unpack(packed, Path(file))
+        model, loss, _ = packing.unpack(packed, place_of(file))
         model.to(training_device(settings.parallel.device))
         return nonfinite.first_bad(model, loss, micro_batches, settings)
     except Exception as error:  # noqa: BLE001 - a rank that fails alone ends the whole run
@@ -212,12 +213,12 @@ def write_state(number: int, folder: str) -> Any:
 
     Args:
         number: Number of the stepper.
-        folder: The folder to write to.
+        folder: The folder to write to, as `HostFiles` named it.
 
     Returns:
         The outline of the state, for `read_state`.
     """
-    return shards.write(_trainees[number].stepper.state_dict(), Path(folder))
+    return shards.write(_trainees[number].stepper.state_dict(), place_of(folder))
 
 
 def read_state(number: int, folder: str, outline: Any) -> RankReport:
@@ -225,14 +226,14 @@ def read_state(number: int, folder: str, outline: Any) -> RankReport:
 
     Args:
         number: Number of the stepper.
-        folder: The folder with the shards.
+        folder: The folder with the shards, as `HostFiles` named it.
         outline: The outline of the state.
 
     Returns:
         The rank's report.
     """
     trainee = _trainees[number]
-    trainee.stepper.load_state_dict(shards.read(Path(folder), outline))
+    trainee.stepper.load_state_dict(shards.read(place_of(folder), outline))
     return trainee.told()
 
 

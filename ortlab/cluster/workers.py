@@ -129,6 +129,11 @@ class Workers:
         return all(rank.local for rank in self._ranks)
 
     @property
+    def first_on_host(self) -> list[bool]:
+        """Whether it is the first rank of its host, by rank."""
+        return [rank.place.local_rank == 0 for rank in self._ranks]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids, by rank."""
         return [rank.pid for rank in self._ranks]
@@ -224,6 +229,26 @@ class Workers:
         """
         return self._call(function, args, kwargs, on_rank.call_together)
 
+    def run_each(self, function: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Call a function as `run_together` does, with other arguments on each rank.
+
+        Args:
+            function: The function.
+            arguments: Its positional arguments, by rank.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankError: As in `run_together`.
+        """
+        name = _name(function)
+        payloads: dict[int, bytes] = {}
+        for each in arguments:
+            if id(each) not in payloads:  # several ranks may have the same, large ones
+                payloads[id(each)] = packed(name, function, each, {})
+        return self._sent(name, [payloads[id(each)] for each in arguments], on_rank.call_together)
+
     def _call(
         self,
         function: Callable[P, R],
@@ -231,12 +256,24 @@ class Workers:
         kwargs: Mapping[str, Any],
         how: Callable[[bytes], bytes | on_rank.Failure],
     ) -> list[R]:
-        name = getattr(function, "__name__", type(function).__name__)
-        payload = packed(name, function, args, kwargs)
+        name = _name(function)
+        return self._sent(name, [packed(name, function, args, kwargs)] * len(self), how)
+
+    def _sent(
+        self,
+        name: str,
+        payloads: Sequence[bytes],
+        how: Callable[[bytes], bytes | on_rank.Failure],
+    ) -> list[Any]:
         with self._taken(name):
             client = self._cluster.client
             return self._finish(
-                WorkerCall([client[rank.engine].apply_async(how, payload) for rank in self._ranks])
+                WorkerCall(
+                    [
+                        client[rank.engine].apply_async(how, payload)
+                        for rank, payload in zip(self._ranks, payloads, strict=True)
+                    ]
+                )
             )
 
     @contextlib.contextmanager
@@ -443,6 +480,10 @@ class Workers:
     def _own_gpus(self) -> bool:
         """Return whether every rank has a GPU of its own."""
         return all(rank.devices >= rank.place.local_world for rank in self._ranks)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def refuse_too_many(count: int) -> None:

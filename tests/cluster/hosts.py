@@ -173,8 +173,8 @@ class Host:
         return found
 
     def files(self) -> list[str]:
-        """Return what lies in the host's folder for temporary files."""
-        return sorted(path.name for path in (self.folder / "tmp").iterdir())
+        """Return what ortlab has in the host's folder for temporary files."""
+        return sorted(path.name for path in (self.folder / "tmp").glob("*ortlab*"))
 
     def unplug(self) -> None:
         """Cut the host off: neither side hears of it."""
@@ -247,6 +247,7 @@ class Network:
             **{host.name: (f"HostName {host.address}",) for host in (alpha, beta)},
             "again": (f"HostName {alpha.address}",),
             "silent": (f"HostName {NOBODY}",),
+            "mute": (f"HostName {HERE}",),
             "lost": ("HostName no-such-host.invalid",),
             "unknown": (f"HostName {alpha.address}", "HostKeyAlias unknown"),
             "changed": (f"HostName {alpha.address}", "HostKeyAlias changed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -16,17 +17,22 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+import torch
 from jupyter_client.manager import start_new_kernel
 
 import ortlab
+from ortlab.cluster import host_files
 from ortlab.cluster.call import RankDied, RankError
 from ortlab.cluster.workers import Workers
+from ortlab.engines.base import StepperLost
 from ortlab.session import session
 from tests.cluster import hosts as namespaces
 from tests.cluster.hosts import HERE, Host, Network
+from tests.support import worker_runs
 from tests.support.readme import ROOT
 from tests.support.typed_magics import Typist
 from tests.support.waiting import HANGS_S, until
+from tests.support.worker_runs import TOLERANCE, begin, difference, losses, train
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -65,10 +71,11 @@ def nothing_is_left(network: Network, threads_end: None) -> Iterator[None]:
 
 
 def here() -> set[str]:
-    """Return processes and scratch folders of this session."""
+    """Return processes and scratch folders of this session, but not the state that a run keeps."""
     children = psutil.Process().children(recursive=True)
     running = {f"{each.pid}" for each in children if each.status() != psutil.STATUS_ZOMBIE}
-    return running | {path.name for path in Path(tempfile.gettempdir()).glob("ortlab-*")}
+    folders = {path.name for path in Path(tempfile.gettempdir()).glob("ortlab-*")}
+    return running | {name for name in folders if not name.startswith("ortlab-scratch-state-")}
 
 
 def rank() -> int:
@@ -136,6 +143,16 @@ def test_all_hosts_are_checked_at_once(refused: Refused) -> None:
     assert [line.partition(": ")[0] for line in lines] == [
         *("silent", "unknown", "refusing", "beta:2299", "lost")
     ]
+
+
+def test_a_host_that_accepts_and_says_nothing(refused: Refused, network: Network) -> None:
+    with socket.create_server((HERE, 0)) as mute:
+        name = f"mute:{mute.getsockname()[1]}"
+        message = refused(f"--hosts alpha,{name}")
+        assert message.startswith(f"{name}: no answer from {HERE} port ")
+    waits = python(network.hosts["alpha"], "waits", "while read line; do :; done")
+    message = refused(f"--hosts alpha --python {waits}")
+    assert message.startswith("alpha: no answer within 8.5 s; type ssh alpha true")
 
 
 def python(host: Host, name: str, script: str) -> str:
@@ -229,6 +246,21 @@ def test_two_hosts_run_functions_and_reduce(ip: Typist, network: Network) -> Non
     ip("%ort workers stop")
 
 
+def test_hosts_that_cannot_connect_to_each_other(four: Workers, network: Network) -> None:
+    alpha, beta = network.hosts.values()
+    beta.drop_connections_to(alpha.address)
+    try:
+        with (
+            pytest.raises(RankError, match=r"rank 2 of 4: .*cannot connect to the host of rank 0"),
+            four.rendezvous(),
+        ):
+            raise AssertionError("they cannot have met")
+    finally:
+        beta.accept_connections()
+    with ortlab.workers(hosts="alpha,beta", per_host=2).rendezvous():
+        pass
+
+
 def fail_on(which: int) -> None:
     """Fail on one rank while the others sleep, until they are interrupted."""
     if rank() == which:
@@ -304,6 +336,35 @@ def test_no_secret_is_on_a_command_line(network: Network) -> None:
         (scratch,) = (host.folder / "tmp").glob("ortlab-scratch-workers-*")
         assert scratch.stat().st_mode & 0o777 == 0o700
         assert secrets.isdisjoint((host.folder / "log").read_text().split())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_is_that_of_one_process(
+    four: Workers, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a host lost its workers: weights and state travel in pieces, both ways."""
+    monkeypatch.setattr(host_files, "_PIECE", 1000)
+    alone = worker_runs.Network()
+    expected = losses(train(alone))
+    model = worker_runs.Network()
+    run = begin(model, workers=4, zero_stage=1, save_steps=10)
+    until(lambda: run.step >= 17)
+    assert session.workers is four
+    os.kill(workers_on(network.hosts["beta"])[0], signal.SIGKILL)
+    with pytest.raises(StepperLost, match=r"rank [23] of 4 on beta died: SIGKILL"):
+        run.result(HANGS_S)
+    assert run.step % 10 == 0
+    assert run.step >= 10
+    run.resume()
+    assert run.result(HANGS_S).state == "finished"
+    assert session.workers is not None
+    assert session.workers.hosts == four.hosts
+    assert difference(expected, losses(run)) < TOLERANCE
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    for host in network.hosts.values():  # model and state are removed once they were read
+        (folder,) = (host.folder / "tmp").glob("ortlab-scratch-workers-*")
+        assert {path.name for path in folder.iterdir()} == {"0", "1", "owner.lock"}
 
 
 # ---- ends ----------------------------------------------------------------------------------------
