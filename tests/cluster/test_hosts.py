@@ -36,7 +36,7 @@ from tests.support.worker_runs import TOLERANCE, begin, difference, losses, trai
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("own_workers")]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.usefixtures("own_workers")]
 
 TOGETHER_S = 10.0
 """Seconds that the checks of all hosts may take: users are promised that."""
