@@ -39,6 +39,11 @@ CURVE: dict[str, tuple[SetUp, ...]] = {
 }
 """Set-ups of the curve of each engine: activation budgets of ort, ORT's own subgraph plans."""
 _BAR = 20
+_TIMED = (
+    "Steps are timed without the limit: memory that glibc returns at once, as the search needs it, "
+    "has to be touched again in each step, which takes up to half of its time. What glibc, and "
+    "ORT's arena where it is on, keep counts in these peaks."
+)
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,10 @@ class Side:
         model: Name of the model.
         set_ups: Set-ups with the samples of their batches.
         settings: Settings of the claim.
-        limit_bytes: Memory of each process beyond the libraries, None for no limit.
     """
 
     def __init__(
-        self,
-        model: str,
-        set_ups: Sequence[tuple[SetUp, int]],
-        settings: RecomputeSettings,
-        limit_bytes: int | None,
+        self, model: str, set_ups: Sequence[tuple[SetUp, int]], settings: RecomputeSettings
     ) -> None:
         self._settings = settings
         self._requests = {
@@ -104,7 +104,6 @@ class Side:
                 rows,
                 options=set_up.options,
                 checkpointing=set_up.checkpointing,
-                limit_bytes=limit_bytes,
                 threads=settings.threads,
                 quick=settings.quick,
             )
@@ -175,13 +174,12 @@ class Recomputing:
         for model in self._settings.models.split(","):
             found = {each.set_up: each.rows for each in self._largest.found if each.model == model}
             own = [
-                (set_up, rows)
+                (_in_use(set_up), rows)
                 for each in SET_UPS.values()
                 for set_up in each
                 if (rows := found.get(set_up.label))
             ]
-            title = f"{model}, each with its largest batch; glibc returns freed memory at once"
-            self._side(title, model, own, limited=True)
+            self._side(f"{model}, each with its largest batch", model, own)
             rows = found.get("eager") or max((rows for _, rows in own), default=0)
             few = 1 if self._settings.quick else None
             curve = [
@@ -190,14 +188,10 @@ class Recomputing:
                 for set_up in CURVE.get(engine, ())[:few]
                 if rows
             ]
-            title = f"{model}, batch {rows}, no limit; glibc keeps freed memory, which its peak has"
-            self._side(title, model, curve, limited=False)
+            self._side(f"{model}, batch {rows}", model, curve)
 
-    def _side(
-        self, title: str, model: str, set_ups: Sequence[tuple[SetUp, int]], *, limited: bool
-    ) -> None:
-        limit_bytes = self._largest.limit_bytes if limited else None
-        side = Side(model, set_ups, self._settings, limit_bytes)
+    def _side(self, title: str, model: str, set_ups: Sequence[tuple[SetUp, int]]) -> None:
+        side = Side(model, set_ups, self._settings)
         self._sides.append((title, side))
         side.run()
 
@@ -215,7 +209,15 @@ class Recomputing:
         for title, side in self._sides:
             lines += ["", f"Samples/s: {title}. Medians of the rounds, with quartiles:", ""]
             lines += shown(list(side.timed.values()))
-        return lines
+        return [*lines, "", _TIMED]
+
+
+def _in_use(set_up: SetUp) -> SetUp:
+    """Return a set-up as users have it, with the arena that the search leaves out."""
+    options = {name: value for name, value in set_up.options.items() if name != "arena"}
+    return dataclasses.replace(
+        set_up, label=set_up.label.replace(", arena=False", ""), options=options
+    )
 
 
 def shown(found: Sequence[Timed]) -> list[str]:
