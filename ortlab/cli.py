@@ -132,17 +132,8 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return 0
     if given.model is None:
         parser.error("name a model, as in ortlab plan 7B --gpus 64, or use --published")
-    declared = PlanSettings.declarations()
-    typed = {name: getattr(given, name) for name in declared}
     try:
-        plan = training_plan(
-            given.model,
-            **{
-                name: declared[name].parse(value) if isinstance(value, str) else value
-                for name, value in typed.items()
-                if value is not None
-            },
-        )
+        plan = training_plan(given.model, **_typed(given, PlanSettings))
     except ValueError as error:
         return _refused(parser, error)
     print(plan)
@@ -428,12 +419,21 @@ def _chosen(
     if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
         parser.error(f"--json {file}: the file cannot be written")
     progress.set(lambda line: print(line, file=sys.stderr, flush=True))
-    declared = settings.declarations()
-    typed = {name: getattr(given, name) for name in declared if getattr(given, name) is not None}
     try:
-        return {n: declared[n].parse(v) if isinstance(v, str) else v for n, v in typed.items()}
+        return _typed(given, settings)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _typed(given: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
+    """Return the values of the options that were typed.
+
+    Raises:
+        ValueError: If one cannot be read.
+    """
+    declared = settings.declarations()
+    typed = {name: getattr(given, name) for name in declared if getattr(given, name) is not None}
+    return {n: declared[n].parse(v) if isinstance(v, str) else v for n, v in typed.items()}
 
 
 def _file(given: argparse.Namespace) -> Path | None:

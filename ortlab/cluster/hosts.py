@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ortlab.cluster import facts, ssh
+from ortlab.cluster import facts, meeting, ssh
 from ortlab.cluster.ssh import Destination, Link
 from ortlab.utils.errors import Concise
 from ortlab.utils.threads import Thread
@@ -231,12 +231,8 @@ def _source(name: str, port: int) -> str:
     found = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)
     for family, _, _, _, place in found:
         if family == socket.AF_INET:
-            with (
-                socket.socket(family, socket.SOCK_DGRAM) as asked,
-                contextlib.suppress(OSError),
-            ):
-                asked.connect(place)  # sends nothing
-                return str(asked.getsockname()[0])
+            with contextlib.suppress(OSError):
+                return meeting.source_address((str(place[0]), port))
     return ""
 
 

@@ -38,11 +38,23 @@ def meet(place: tuple[str, int], timeout: timedelta) -> Any:
     return store
 
 
-def _own(place: tuple[str, int]) -> tuple[str, str]:
-    """Return this host's address for a place, and the interface that has it."""
+def source_address(place: tuple[str, int]) -> str:
+    """Return the IPv4 address from which packets to a place are sent.
+
+    Args:
+        place: Address and port.
+
+    Raises:
+        OSError: If there is no route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(place)  # sends nothing
-        own = str(asked.getsockname()[0])
+        return str(asked.getsockname()[0])
+
+
+def _own(place: tuple[str, int]) -> tuple[str, str]:
+    """Return this host's address for a place, and the interface that has it."""
+    own = source_address(place)
     return own, next(name for name in psutil.net_if_addrs() if own in _addresses(name))
 
 

@@ -130,7 +130,7 @@ class Workers:
 
     @property
     def first_on_host(self) -> list[bool]:
-        """Whether it is the first rank of its host, by rank."""
+        """For each rank, True if it is the first one of its host."""
         return [rank.place.local_rank == 0 for rank in self._ranks]
 
     @property

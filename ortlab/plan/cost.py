@@ -16,12 +16,12 @@ from ortlab.plan.hardware import CONTEXT, Hardware
 from ortlab.plan.transformer import Transformer
 
 RECOMPUTE: Final = ("none", "selective", "full")
-"""What is computed again in the backward pass: nothing, attention's scores, or whole layers."""
+"""Choices of recomputation in the backward pass: nothing, attention's scores, or whole layers."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model and a batch.
+    """Distribution of a model and a batch over ranks.
 
     Attributes:
         tensor: Ranks that each layer's matrices are sharded across.

@@ -70,6 +70,16 @@ def chosen_hardware(settings: PlanSettings) -> Hardware:
     return replace(found, node=on.node or found.node, efficiency=on.efficiency or found.efficiency)
 
 
+def room(settings: PlanSettings, hardware: Hardware) -> float:
+    """Return the bytes of a GPU that a rank may take.
+
+    Args:
+        settings: The settings.
+        hardware: The GPUs.
+    """
+    return hardware.memory * (1 - settings.layout.margin)
+
+
 def default_batch(model: Transformer, unit: int) -> int:
     """Return the samples of a batch, a multiple of the odd part of a number.
 
@@ -281,14 +291,14 @@ def search(
         gpus: Number of GPUs.
         batch: Samples of a step.
     """
-    room = hardware.memory * (1 - settings.layout.margin)
+    most = room(settings, hardware)
     fitting: dict[Layout, Candidate] = {}
     least: dict[tuple[int, int], Candidate] = {}
     fits: set[tuple[int, int]] = set()
     for layout in _layouts(model, settings, hardware, gpus, batch):
         degrees = layout.tensor, layout.pipeline
         held = rank_memory(model, layout, optimizer=settings.layout.optimizer)
-        if held.total > room:
+        if held.total > most:
             known = least.get(degrees)
             if known is None or held.total < known.memory.total:
                 least[degrees] = Candidate(layout, held)

@@ -264,7 +264,7 @@ def published_table() -> Table[PublishedRun]:
         Column[PublishedRun]("published", lambda run: f"{run.seconds:.2f} s", number=True),
         Column[PublishedRun]("planned", lambda run: f"{run.predicted:.2f} s", number=True),
         Column[PublishedRun]("error", lambda run: f"{run.error:+.1%}", number=True),
-        Column[PublishedRun]("", lambda run: _remark(run)),
+        Column[PublishedRun]("", _remark),
         Column[PublishedRun]("memory, published", _published_memory, number=True),
         Column[PublishedRun]("planned", _planned_memory, number=True),
         Column[PublishedRun]("source", lambda run: run.source),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from ortlab.plan.hardware import Hardware
 from ortlab.plan.launch_files import finetune_conflict, finetune_settings, write_files
 from ortlab.plan.layouts import Candidate, Found
 from ortlab.plan.transformer import Transformer, divisors, parse_count, transformer
+from ortlab.plan.zero_memory import SERIES
 from ortlab.settings import PlanSettings
 from ortlab.utils import svg_bars
 from ortlab.utils.process_memory import memory
@@ -28,10 +30,7 @@ _PARTS: Final = {
     "context": "CUDA",
 }
 _SERIES: Final = {
-    "parameters": ("#6c757d", 1.0),
-    "gradients": ("#d9772b", 1.0),
-    "optimizer state": ("#a5acb3", 1.0),
-    "activations": ("#2f7fd0", 1.0),
+    **SERIES,
     "gathered weights": ("#7a4fb5", 1.0),
     "CUDA": ("#424242", 1.0),
 }
@@ -71,7 +70,7 @@ class TrainingPlan:
         fitting: Iterator[Candidate] = iter(found.fitting)
         if settings.layout.trainer == "ortlab":
             fitting = (one for one in fitting if self._conflict(one) is None)
-        self.shown = tuple(one for _, one in zip(range(SHOWN), fitting, strict=False))
+        self.shown = tuple(itertools.islice(fitting, SHOWN))
         self.best = self.shown[0] if self.shown else None
 
     def _conflict(self, one: Candidate) -> str | None:
@@ -147,7 +146,7 @@ class TrainingPlan:
         ]
         if model.about:
             notes.append(model.about)
-        room = hardware.memory * (1 - chosen.layout.margin)
+        room = layouts.room(chosen, hardware)
         notes.append(f"fits into {memory(room)} of {memory(hardware.memory)}")
         wanted, best = chosen.days, self.best
         if wanted is not None and best is not None and (taken := self.days(best)) is not None:
@@ -175,8 +174,7 @@ class TrainingPlan:
         return Table(rows, columns, empty="some layout of all degrees fits")
 
     def _over(self, one: Candidate) -> str:
-        room = self.hardware.memory * (1 - self.chosen.layout.margin)
-        more = memory(one.memory.total - room)
+        more = memory(one.memory.total - layouts.room(self.chosen, self.hardware))
         return f"at least {memory(one.memory.total)}, {more} too much ({_named(one)})"
 
     def picture(self) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STAGES: Final = (0, 1, 2, 3)
 _SIZES: Final = ("hidden", "layers", "sequence", "batch")
-_SERIES: Final = {  # the colors of `timeline`
+SERIES: Final = {  # the colors of `timeline`
     "parameters": ("#6c757d", 1.0),
     "gradients": ("#d9772b", 1.0),
     "optimizer state": ("#a5acb3", 1.0),
@@ -260,7 +260,7 @@ class ZeroPlan:
                 "activations": one.activations or 0,
             }
             rows.append((one.name, [{name: float(size) for name, size in parts.items() if size}]))
-        return svg_bars.svg(rows, _SERIES, told=memory, limit=self.memory_bytes)
+        return svg_bars.svg(rows, SERIES, told=memory, limit=self.memory_bytes)
 
     def __repr__(self) -> str:
         return repr(self.table())

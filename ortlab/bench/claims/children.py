@@ -43,6 +43,17 @@ class SetUp:
     options: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
 
+    @classmethod
+    def of(cls, engine: str, **options: Any) -> SetUp:
+        """Return an engine with settings, which are its label, too.
+
+        Args:
+            engine: Name of the engine.
+            **options: Its settings.
+        """
+        told = [engine, *(f"{name}={value}" for name, value in options.items())]
+        return cls(", ".join(told), engine, options)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -26,14 +26,7 @@ CURVE: dict[str, tuple[SetUp, ...]] = {
     ),
     "ortmodule": (
         SET_UPS["ortmodule"][0],
-        *(
-            SetUp(
-                f"ortmodule, arena=False, memory_level={level}",
-                "ortmodule",
-                {"arena": False, "memory_level": level},
-            )
-            for level in (1, 2)
-        ),
+        *(SetUp.of("ortmodule", arena=False, memory_level=level) for level in (1, 2)),
         SET_UPS["ortmodule"][1],
     ),
 }
@@ -215,9 +208,7 @@ class Recomputing:
 def _in_use(set_up: SetUp) -> SetUp:
     """Return a set-up as users have it, with the arena that the search leaves out."""
     options = {name: value for name, value in set_up.options.items() if name != "arena"}
-    return dataclasses.replace(
-        set_up, label=set_up.label.replace(", arena=False", ""), options=options
-    )
+    return SetUp.of(set_up.engine, **options) if set_up.options else set_up
 
 
 def shown(found: Sequence[Timed]) -> list[str]:

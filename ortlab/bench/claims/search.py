@@ -34,12 +34,7 @@ PREDICTION = (
 
 def _set_ups(engine: str, **options: object) -> tuple[SetUp, ...]:
     """Return an engine in ORT without and with recomputed layers."""
-    told = "".join(f", {name}={value}" for name, value in options.items())
-    layers = {**options, "recompute": "layers"}
-    return (
-        SetUp(f"{engine}{told}", engine, options),
-        SetUp(f"{engine}{told}, recompute=layers", engine, layers),
-    )
+    return SetUp.of(engine, **options), SetUp.of(engine, **options, recompute="layers")
 
 
 def ort_with_budget(budget: float) -> SetUp:
@@ -48,8 +43,7 @@ def ort_with_budget(budget: float) -> SetUp:
     Args:
         budget: The budget.
     """
-    options = {"arena": False, "activation_budget": budget}
-    return SetUp(f"ort, arena=False, activation_budget={budget}", "ort", options)
+    return SetUp.of("ort", arena=False, activation_budget=budget)
 
 
 SET_UPS: dict[str, tuple[SetUp, ...]] = {
