@@ -105,11 +105,6 @@ class TrainingPlan:
             Column[Candidate]("precision", lambda one: one.layout.precision),
             Column[Candidate]("memory", lambda one: memory(one.memory.total), number=True),
             Column[Candidate]("step", lambda one: _time(one.seconds), number=True),
-            Column[Candidate]("compute", lambda one: _share(one, "compute"), number=True),
-            Column[Candidate](
-                "traffic", lambda one: _share(one, "tensor", "pipeline", "data"), number=True
-            ),
-            Column[Candidate]("bubble", lambda one: _share(one, "bubble"), number=True),
         ]
         if self.steps is not None:
             columns += [
@@ -121,6 +116,13 @@ class TrainingPlan:
                 columns.append(
                     Column("cost", lambda one: f"{price * self._gpu_hours(one):,.0f}", number=True)
                 )
+        columns += [
+            Column[Candidate]("compute", lambda one: _share(one, "compute"), number=True),
+            Column[Candidate](
+                "traffic", lambda one: _share(one, "tensor", "pipeline", "data"), number=True
+            ),
+            Column[Candidate]("bubble", lambda one: _share(one, "bubble"), number=True),
+        ]
         return Table(self.shown, columns, notes=self._notes(), empty=self._nothing())
 
     def _gpu_hours(self, one: Candidate) -> float:
