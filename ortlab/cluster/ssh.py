@@ -151,12 +151,10 @@ class Link:
             errors="replace",
             start_new_session=True,  # an interrupt of the kernel is not for it
         )
-        self._readers = [
-            Thread(self._hear, name="ortlab-ssh"),
-            Thread(self._listen_to_errors, name="ortlab-ssh-errors"),
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._errors = Thread(self._listen_to_errors, name="ortlab-ssh-errors")
+        self._errors.start()  # before the other one, which waits for its end
+        self._hearing = Thread(self._hear, name="ortlab-ssh")
+        self._hearing.start()
         address, port = reply_to
         self._say(facts.as_text("greet()"))
         self._say(json.dumps({"address": address, "port": port, "token": self.token}))
@@ -240,7 +238,7 @@ class Link:
         finally:
             if self._lifeline is not None:
                 self._lifeline.close()
-            for reader in self._readers:
+            for reader in (self._hearing, self._errors):
                 reader.join(_TO_ANSWER_S)
             for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
                 with contextlib.suppress(OSError):
@@ -269,7 +267,7 @@ class Link:
             self.ended.setdefault(pid, None)
         if self._greeting is None:
             self._process.wait()
-            self._readers[1].join(_TO_ANSWER_S)  # the reason is there before the answer
+            self._errors.join(_TO_ANSWER_S)  # the reason is there before the answer
         self._answered.set()
 
     def _listen_to_errors(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ortlab
 from ortlab.cluster import hosts as of_hosts
+from ortlab.cluster import ssh
 from ortlab.cluster.hosts import Hosts
 from ortlab.cluster.ssh import Destination
 from tests.support.typed_magics import Typist
@@ -94,3 +98,26 @@ def test_without_ssh_it_says_what_to_install(ip: Typist, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "")
     error = ip.refused("%ort workers --hosts a")
     assert error == "ssh is not installed on this machine; install OpenSSH's client"
+
+
+def test_an_ssh_that_ends_at_once_has_told_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its threads may start late, as on a busy machine."""
+
+    class Late(ssh.Thread):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.3)
+
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/sh\necho 'Permission denied' >&2\nexit 255\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ssh, "Thread", Late)
+    link = ssh.Link(Destination("a"), ["python3"], ("127.0.0.1", 1))
+    until = time.monotonic() + 20
+    assert link.greeting(until) is None
+    assert time.monotonic() < until
+    assert link.words == ["Permission denied"]
+    ssh.end_all([link])
