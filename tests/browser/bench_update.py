@@ -78,9 +78,28 @@ _, without = loop(False)
 print("RESULT " + json.dumps([own, (whole - without) / {updates}]), flush=True)
 """
 
+# Counted, not timed, so that it is the same on a busy machine.
+WORK = """
+import sys, tracemalloc
+still.advance(PER_UPDATE)
+view._send_fresh()    # what is made once
+calls = 0
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+still.advance(PER_UPDATE)
+sys.setprofile(count)
+view._send_fresh()
+sys.setprofile(None)
+still.advance(PER_UPDATE)
+tracemalloc.start()
+view._send_fresh()
+print("RESULT " + json.dumps([calls, tracemalloc.get_traced_memory()[1]]), flush=True)
+"""
+
 
 def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str, float]:
-    """Return the milliseconds and bytes of an update around `step`."""
+    """Return an update's milliseconds, bytes, calls and allocated bytes around `step`."""
     manager, client = start_new_kernel(stderr=subprocess.DEVNULL)
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     subscriber.connect(f"tcp://127.0.0.1:{manager.get_connection_info()['iopub_port']}")
@@ -90,6 +109,7 @@ def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str
         printed = run_code(client, LOOP.format(updates=updates))
         own, whole_s = json.loads(printed.split("RESULT ", 1)[1])
         sizes = _update_sizes(subscriber)
+        calls, allocated = json.loads(run_code(client, WORK).split("RESULT ", 1)[1])
     finally:
         subscriber.close(0)
         client.stop_channels()
@@ -101,6 +121,8 @@ def measure(step: int, updates: int, per_update: int, *, cuda: bool) -> dict[str
         "kernel_ms": 1e3 * whole_s,
         "bytes": statistics.mean(sizes),
         "bytes_max": max(sizes),
+        "calls": calls,
+        "allocated_bytes": allocated,
     }
 
 
