@@ -65,6 +65,8 @@ def take_place(place: Place) -> tuple[str, int]:
         LOCAL_WORLD_SIZE=str(place.local_world),
         OMP_NUM_THREADS=str(place.threads),  # for libraries that are loaded later
     )
+    # Above all its levels: torch's profiler would print where it starts and ends.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     import torch  # heavy: torch
 
     torch.set_num_threads(place.threads)

@@ -8,6 +8,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, ParamSpec, TypeVar
@@ -37,6 +38,7 @@ from ortlab.engines.base import (
 from ortlab.engines.nonfinite import Cause
 from ortlab.engines.torch.user_optimizer import OptimRequest
 from ortlab.history.run_folder import private_home
+from ortlab.metrics.timeline import RankTimeline
 from ortlab.metrics.user_metrics import joined
 from ortlab.settings import FinetuneSettings
 from ortlab.utils import scratch
@@ -114,6 +116,7 @@ class RemoteStepper:
         self._lost = self._ahead = self._closed = False
         self._report: Report | None = None
         self._finite = True
+        self._asked: Future[list[RankTimeline]] | None = None
         with contextlib.ExitStack() as stack:
             self._group = stack.enter_context(workers.rendezvous(name))
             self._files: HostFiles = (
@@ -169,7 +172,18 @@ class RemoteStepper:
 
     def step(self, batches_: Sequence[Batch], *, lr: float) -> StepResult:
         """See `Stepper.step`; times are the mean over the ranks."""
-        found = self._ask(training.step, self._number, list(batches_), lr)
+        arguments = (self._number, list(batches_), lr)
+        asked, self._asked = self._asked, None
+        if asked is None:
+            found = self._ask(training.step, *arguments)
+        else:
+            try:
+                recorded = self._ask(training.recorded_step, *arguments)
+            except BaseException as error:
+                asked.set_exception(error)
+                raise
+            asked.set_result([timeline for _, _, timeline in recorded])
+            found = [(result, told) for result, told, _ in recorded]
         self._ahead = True
         results, told = zip(*found, strict=True)
         self._hear(told)
@@ -190,6 +204,17 @@ class RemoteStepper:
         }
         first: StepResult = results[0]
         return dataclasses.replace(first, ranks=ranks, **times)
+
+    def record(self) -> Future[list[RankTimeline]]:
+        """Record the next step of all ranks under torch's profiler; any thread may ask.
+
+        Returns:
+            Future of the ranks' timelines; it never ends if no step follows.
+        """
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = Future()
+        return asked
 
     def evaluate(self, batch: Batch, *, outputs: bool = False) -> EvalResult:
         """See `Stepper.evaluate`; the predictions are those of all ranks, in their order."""

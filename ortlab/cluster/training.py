@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ortlab.checkpoint import sharded as shards
-from ortlab.cluster import packing
+from ortlab.cluster import packing, recording
 from ortlab.cluster.host_files import place_of
 from ortlab.engines import nonfinite
 from ortlab.engines.base import Batch, EvalResult, Report, ShardedStepper, StateBytes, StepResult
@@ -21,6 +21,7 @@ from ortlab.engines.distributed import steppers
 from ortlab.engines.nonfinite import Cause
 from ortlab.engines.registry import engine_for
 from ortlab.engines.torch.stepper import training_device
+from ortlab.metrics.timeline import RankTimeline
 from ortlab.settings import FinetuneSettings
 from ortlab.utils import warn_once
 from ortlab.utils.process_memory import SAMPLER, Memory, Meter
@@ -155,6 +156,23 @@ def step(number: int, batches: list[Batch], lr: float) -> tuple[StepResult, Rank
     }
     step_ms = (time.perf_counter() - began) * 1e3
     return dataclasses.replace(result, **tensors), trainee.told(step_ms=step_ms)
+
+
+def recorded_step(
+    number: int, batches: list[Batch], lr: float
+) -> tuple[StepResult, RankReport, RankTimeline]:
+    """Take a step under torch's profiler; see `step`.
+
+    Args:
+        number: Number of the stepper.
+        batches: The step's micro-batches.
+        lr: The learning rate.
+
+    Returns:
+        What `step` returns, and the timeline of the rank.
+    """
+    taken, timeline = recording.recorded(lambda: step(number, batches, lr))
+    return *taken, timeline
 
 
 def evaluate(number: int, batch: Batch, outputs: bool) -> tuple[EvalResult, RankReport]:

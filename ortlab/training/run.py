@@ -19,8 +19,9 @@ from ortlab.history.run_result import RunResult
 from ortlab.metrics.evaluation import Evaluation
 from ortlab.metrics.rank_metrics import Rank, table, trained_under
 from ortlab.metrics.recorder import Recorder, Status, Watched
+from ortlab.metrics.timeline import RankTimeline, Timeline, predicted_bytes
 from ortlab.metrics.user_metrics import UserMetrics
-from ortlab.settings import FinetuneSettings
+from ortlab.settings import FinetuneSettings, ParallelSettings
 from ortlab.settings.signatures import takes
 from ortlab.training import changes as setting_changes
 from ortlab.training import data_loading, training_state
@@ -39,6 +40,8 @@ from ortlab.utils.tables import Table
 
 if TYPE_CHECKING:
     from torch import nn
+
+_POLL_S = 0.1
 
 
 class Run(StoredRun):
@@ -347,6 +350,38 @@ class Run(StoredRun):
             path = self._record.checkpoints.place(f"step-{taken.position.step}", taken)
         return taken.save(path)
 
+    def timeline(self) -> Timeline:
+        """Record the next step on all ranks: when each computes, communicates and waits.
+
+        The call waits for the step, which torch's profiler makes slower; training is not changed.
+        ``t = run.timeline()`` shows the ranks one below the other, with the bytes that each has
+        sent; ``t.save("trace.json")`` writes all operators for ui.perfetto.dev.
+
+        Returns:
+            The timelines of the ranks.
+
+        Raises:
+            ValueError: If the run trains in one process, or no step follows: it is paused or over.
+        """
+        self._check_started()
+        trainer = self._progress.trainer
+        stepper: Any = None if trainer is None else trainer.stepper
+        if trainer is None or self.over():
+            raise ValueError(f"{self.name} takes no step: it is {self.state}")
+        if not hasattr(stepper, "record"):
+            raise ValueError(
+                f"{self.name} trains in one process, and a timeline is of several ranks; choose "
+                "workers=2 or more, or see a step in one process with %ort profile"
+            )
+        if self._worker.thread is threading.current_thread():
+            raise ValueError("a callback cannot wait for the next step; call it in another thread")
+        asked: concurrent.futures.Future[list[RankTimeline]] = stepper.record()
+        while not concurrent.futures.wait([asked], _POLL_S).done:
+            if self.over() or trainer.stepper is not stepper or self._control.waiting:
+                raise ValueError(f"{self.name} takes no step: it is {self.state}")
+        sent = _predicted_bytes(self.model, self.current_settings.parallel)
+        return Timeline(asked.result(), predicted_bytes=sent)
+
     @brief
     @takes(FinetuneSettings.declarations().values(), changes=True)
     def apply(self, **changes: Any) -> ChangeRequest:
@@ -499,3 +534,21 @@ class Run(StoredRun):
     def status(self) -> Status:
         """Return the current status. See `ortlab.metrics.recorder.Watched.status`."""
         return self._view.status(over=self.over())
+
+
+def _predicted_bytes(model: nn.Module | None, parallel: ParallelSettings) -> float | None:
+    """Return the bytes that a rank sends in a step; None if the ranks share more than the data."""
+    shared = parallel.tensor_parallel * parallel.pipeline_stages > 1
+    if model is None or shared or parallel.reduction != "mean":
+        return None
+    mixed = parallel.param_dtype == "bf16"  # its gradients are reduced in float32
+    return predicted_bytes(
+        sum(p.numel() * (2 if mixed else p.element_size()) for p in model.parameters()),
+        sum(
+            p.numel() * (4 if mixed else p.element_size())
+            for p in model.parameters()
+            if p.requires_grad
+        ),
+        stage=parallel.zero_stage,
+        workers=parallel.workers,
+    )

@@ -33,6 +33,7 @@ from ortlab.engines.base import (
 from ortlab.engines.loss_scale import LossScale, check_loss_scale, held_part
 from ortlab.engines.single_process import OneProcess, Processes
 from ortlab.engines.torch.cpu import has_instructions
+from ortlab.engines.torch.phases import phase
 from ortlab.engines.torch.thread_count import suited_threads
 from ortlab.settings import EngineSettings, FinetuneSettings, is_own
 
@@ -295,11 +296,12 @@ class TorchStepper:
             lr = self._own.begin(lr)
         sums = self._accumulate(batches_)
         started = time.perf_counter()
-        grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
-        if self._own is not None:
-            self._own.stepped(skipped)
-        self._processes.equalize(self._changing)
-        self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
+        with phase("optimizer"):
+            grad_norm, loss_scale, skipped = self._update(sums.loss, lr)
+            if self._own is not None:
+                self._own.stepped(skipped)
+            self._processes.equalize(self._changing)
+            self._keep_finite(kept, self._bad.bool() if skipped is None else skipped)
         return StepResult(
             loss=sums.loss,
             samples=sums.samples,
@@ -340,7 +342,7 @@ class TorchStepper:
             share = self._processes.share(batch)
             own = batches.to_device(share.batch, self._device)
             with self._processes.micro_batch(last=number == of):
-                with self._autocast():
+                with phase("forward"), self._autocast():
                     loss = self._processes.objective(own) / of
                 losses.append(loss.detach() * share.part)
                 own_loss = loss.detach() if own_loss is None else own_loss + loss.detach()
@@ -351,7 +353,8 @@ class TorchStepper:
                 started = time.perf_counter()
                 loss = loss * share.factor
                 scaled = loss if self._scale is None else self._scale.scaled(loss)
-                self._processes.backward(scaled)
+                with phase("backward"):
+                    self._processes.backward(scaled)
                 backward_s += time.perf_counter() - started
         return Sums(total, samples, tokens, forward_s, backward_s, own_loss, own_samples)
 

@@ -215,6 +215,13 @@ COMMANDS = {
         ),
         Command("undo", "Revert the last change of settings of a run.", positionals=_RUN),
         Command(
+            "timeline",
+            "Record a step of a run on workers: when each rank computes, communicates and waits.",
+            "`t = %ort timeline` gives t.table() and, with all operators for ui.perfetto.dev, "
+            't.save("trace.json").',
+            positionals=_RUN,
+        ),
+        Command(
             "runs",
             "List, sort and filter saved runs of this kernel and of all others.",
             "--prune selects old runs by --older-than, --keep or --max-size and shows them; --yes "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ortlab.history.comparison import RunComparison
     from ortlab.history.listing import History
     from ortlab.history.prune import Pruning
+    from ortlab.metrics.timeline import Timeline
     from ortlab.notebook.magics.parsing import ParsedCommand
     from ortlab.notebook.magics.variables import Variables
     from ortlab.training.run import Run
@@ -97,6 +98,10 @@ class RunCommands:
         run = _own_run(self._active_run(given), "its arguments cannot change while it trains")
         run.undo()
         print(f"{run.name} reverts its last change after the step in flight")
+
+    def timeline(self, given: ParsedCommand) -> Timeline:
+        """Record a step of a run on all ranks."""
+        return _own_run(self._active_run(given), "it has no workers of its own").timeline()
 
     def checkpoint(self, given: ParsedCommand) -> Path:
         """Save a checkpoint and return its path."""
