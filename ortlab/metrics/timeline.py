@@ -19,13 +19,13 @@ from ortlab.utils.tables import Column, Table
 COMMUNICATION: Final = "communication"
 OTHER: Final = "other"
 KINDS: Final = {
-    "forward": ("#0072b2", 1.0),
-    "backward": ("#d55e00", 1.0),
-    "optimizer": ("#009e73", 1.0),
+    "forward": ("#d55e00", 1.0),
+    "backward": ("#009e73", 1.0),
+    "optimizer": ("#c5659f", 1.0),
     OTHER: ("#8a8a8a", 1.0),
-    COMMUNICATION: ("#c5659f", 1.0),
+    COMMUNICATION: ("#9539e6", 1.0),
 }
-"""Kinds of spans with their colors, those of charts and pictures."""
+"""Kinds of spans with their colors, those of the charts of a run."""
 _LANE, _ROW, _NAME = 12, 34, 64
 _TICKS: Final = 5
 

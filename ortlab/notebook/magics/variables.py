@@ -58,6 +58,11 @@ class Variables:
         Raises:
             ValueError: If there is no such variable.
         """
+        if not name.isidentifier():
+            raise ValueError(
+                f"{name!r} is not the name of a variable; bind the value to one before, as in "
+                f"x = {name}, and give x"
+            )
         if name not in self.namespace:
             raise ValueError(
                 f"nothing is called {name!r}: {unknown_name(name, self._names.of(kind))}"

@@ -198,6 +198,11 @@ def test_variables_are_expanded_as_in_every_magic(ip: Typist) -> None:
             "%ort finetune net dat",
             "nothing is called 'dat': choose from data, empty; did you mean 'data'?",
         ),
+        (
+            "%ort finetune net [data]*2",
+            "'[data]*2' is not the name of a variable; bind the value to one before, as in "
+            "x = [data]*2, and give x",
+        ),
         ("%ort finetune net data --eval-dataset dat", "did you mean 'data'?"),
         ("%ort finetune net data more", "does not know what to do with 'more'"),
         ("%ort finetune net data --epoch 3", "did you mean '--num-train-epochs'?"),
