@@ -131,6 +131,8 @@ FROZEN = (
 """Tests of what will not change, onnxruntime-training's graphs and kernels: `make nightly`."""
 
 LENGTHY = (
+    "bench/test_claim_zero.py::test_zero_as_a_whole",
+    "bench/test_claims.py::test_recompute_as_a_whole",
     "bench/test_bench.py::test_all_engines_by_the_command",
     "browser/test_charts_in_lab.py::test_a_kernel_that_says_nothing_is_told",
     "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
@@ -138,6 +140,7 @@ LENGTHY = (
     "engines/distributed/test_pipeline_parallel.py::test_four_ranks_are_one_process[data x stages",
     "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[",
     "training/test_resume.py::test_a_file_that_counts_micro_batches_is_read[a loader that shuffles",
+    "training/test_resume.py::test_a_file_that_counts_micro_batches_is_read[a stream",
     "training/test_resume.py::test_the_place_in_the_data_is_found_again[workers that stay, a gen",
 )
 """Further tests that run in `make nightly` alone, each longer than a third of a minute."""
