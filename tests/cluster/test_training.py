@@ -261,12 +261,18 @@ def test_every_rank_writes_its_shard(shards: Path) -> None:
     assert shards.stat().st_mode & 0o777 == 0o700
 
 
+def taking_turns(workers: int) -> contextlib.AbstractContextManager[Any]:
+    """Expect the warning that there are more workers than cores, where there are."""
+    there_are = facts.cores()
+    if workers <= there_are:
+        return contextlib.nullcontext()
+    return pytest.warns(UserWarning, match=f"{workers} workers share {there_are} core")
+
+
 def check_that_shards_load(alone: dict[str, Any], shards: Path, workers: int) -> None:
     # With one worker, settings that need two are left out.
     stage = {"zero_stage": 0} if workers == 1 else {}
-    there_are = facts.cores()
-    takes_turns = pytest.warns(UserWarning, match=f"{workers} workers share {there_are} core")
-    with takes_turns if workers > there_are else contextlib.nullcontext():
+    with taking_turns(workers):
         run = begin(Network(), resume_from=shards, workers=workers, **stage)
         run.result(HANGS_S)
     step = Checkpoint.load(shards).position.step
@@ -666,6 +672,28 @@ def test_a_full_folder_for_temporary_files_costs_nothing(
 
 def test_shards_load_on_more_workers(alone: dict[str, Any], shards: Path) -> None:
     check_that_shards_load(alone, shards, 3)
+
+
+def test_shards_of_zero_3_load_under_tensor_parallelism(tmp_path: Path) -> None:
+    """Four ranks save in the middle; two that split the layers go on, and one process does."""
+
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    expected = losses(train(layers()))
+    path = tmp_path / "middle"
+    with taking_turns(4):
+        run = at(begin(layers(), workers=4, zero_stage=3), 10)
+    run.pause()
+    assert len(list(run.checkpoint(path).glob("shard-*"))) == 4
+    run.stop()
+    run.result(HANGS_S)
+    step = Checkpoint.load(path).position.step
+    for chosen in ({"workers": 2, "tensor_parallel": 2}, {"workers": 1}):
+        run = begin(layers(), resume_from=path, zero_stage=0, **chosen)
+        run.result(HANGS_S)
+        assert difference(expected[step:], losses(run)) < TOLERANCE, chosen
 
 
 def macro(predictions: torch.Tensor, targets: torch.Tensor) -> float:

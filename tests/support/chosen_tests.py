@@ -136,6 +136,7 @@ LENGTHY = (
     "bench/test_bench.py::test_all_engines_by_the_command",
     "browser/test_charts_in_lab.py::test_a_kernel_that_says_nothing_is_told",
     "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
+    "cluster/test_training.py::test_shards_of_zero_3_load_under_tensor_parallelism",
     "engines/test_fuzz.py::test_random_graphs_are_right_or_refused",
     "engines/distributed/test_pipeline_parallel.py::test_four_ranks_are_one_process[data x stages",
     "engines/distributed/test_tensor_parallel.py::test_data_and_tensor_parallel_on_four_ranks[",
