@@ -41,6 +41,9 @@ _ONE_PROCESS: Final[dict[str, Any]] = {
 }
 """Settings that need several workers, with the value that one process has."""
 
+_CAPTURED: Final = ("eager", "compile", "ort")
+"""Engines that run operators of torch.library, by which ranks exchange activations."""
+
 _Rules = Iterator[tuple[bool, str]]
 """Conditions under which settings conflict, each with its message; the first that holds counts."""
 
@@ -245,9 +248,9 @@ def _model_parallel_rules(settings: FinetuneSettings, size: int) -> _Rules:
         f"ranks' loss scales would differ; choose precision='bf16' or {none}",
     )
     yield (
-        layers > 1 and model.engine != "eager",
-        f"{own}: engine {model.engine!r} cannot execute a model with sharded tensors; choose "
-        f"engine='eager' or {none}",
+        layers > 1 and model.engine not in _CAPTURED,
+        f"{own}: engine {model.engine!r} cannot execute layers that exchange activations; choose "
+        f"engine='ort', 'eager' or {none}",
     )
     yield (
         layers > 1 and optim.optimizer not in ("adamw", "sgd"),

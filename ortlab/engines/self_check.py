@@ -514,6 +514,7 @@ def rounding(
     reference: Observed,
     other: Observed,
     run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Observed],
+    anywhere: Callable[[bool], bool] = bool,
 ) -> str:
     """Return why rounding explains the errors of a run in single precision; "" if it does not.
 
@@ -526,13 +527,14 @@ def rounding(
         reference: Results of eager torch.
         other: Results of the engine.
         run: Function that calls a copy of the module in eager torch, and returns the results.
+        anywhere: See `OneProcess.anywhere`; all processes call the copies as often.
     """
     exact = exact_results(module, call, run)
     if exact is None:
         return ""
-    if is_rounding([reference], other, exact):
+    if not anywhere(not is_rounding([reference], other, exact)):
         return AS_CLOSE
-    moved = (attempted(run, *each) for each in nudged(module, *call))
+    moved = [attempted(run, *each) for each in nudged(module, *call)]
     if is_at_a_kink(exact, other, filter(None, moved)):
         return "as close as eager torch with parameters changed by a few rounding errors"
     return ""

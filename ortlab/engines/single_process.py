@@ -222,6 +222,14 @@ class OneProcess:
         """
         return states
 
+    def anywhere(self, found: bool) -> bool:
+        """Return whether something holds in any process that runs this model's layers together.
+
+        Args:
+            found: The answer of this process.
+        """
+        return found
+
     def communication_ms(self) -> float:
         """Return the time with a collective in flight since the last call, in milliseconds."""
         return 0.0

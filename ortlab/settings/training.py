@@ -164,8 +164,8 @@ class ParallelSettings(Settings):
     tensor_parallel: int = setting(
         1,
         minimum=1,
-        help="number of workers that each layer's matrices are sharded across, with engine eager; "
-        "the rest of the workers are data-parallel",
+        help="number of workers that each layer's matrices are sharded across, with engines "
+        "eager, compile and ort; the rest of the workers are data-parallel",
     )
     pipeline_stages: int = setting(
         1,

@@ -63,6 +63,13 @@ def bert() -> nn.Module:
     return tiny.bert()
 
 
+def gpt2() -> nn.Module:
+    from tests.support import tiny
+
+    torch.manual_seed(2)
+    return tiny.gpt2()
+
+
 def qwen3() -> nn.Module:
     """Return a Qwen3: half as many key/value heads, norms per head, transformers' own plan."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -80,6 +87,38 @@ def qwen3() -> nn.Module:
     )
     model: nn.Module = Qwen3ForCausalLM(config)
     return model
+
+
+def llama() -> nn.Module:
+    """Return a Llama with half as many key/value heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def transformer(name: str, engine: str = "eager", **changes: Any) -> Case:
+    """Compare a BERT, GPT-2 or Llama with one process; see `parity`."""
+    make: dict[str, Callable[[], nn.Module]] = {"bert": bert, "gpt2": gpt2, "llama": llama}
+    return parity(
+        make[name],
+        None,
+        classes if name == "bert" else tokens,
+        optimizer="sgd",
+        engine=engine,
+        noise="key.bias" if name == "bert" else "no",
+        **changes,
+    )
 
 
 def texts(labels: str) -> list[Any]:
@@ -355,7 +394,7 @@ def refused() -> dict[str, Any]:
     for model in (
         nn.Sequential(nn.Linear(6, 4)),
         nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)),
-        tiny.gpt2(),
+        tiny.gpt2(n_head=1),
         tiny.bert(num_attention_heads=1),
         tied,
         Scaled({"norm": "sequence_parallel"}),
@@ -394,9 +433,9 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         "sequential": parity(wide, functional.cross_entropy, rows),
         "sequential sgd": parity(wide, functional.cross_entropy, rows, optimizer="sgd"),
+        **{name: transformer(name) for name in ("bert", "gpt2", "llama")},
         "encoder": parity(Encoder, functional.cross_entropy, rows, optimizer="sgd"),
         "scaled": parity(scaled, functional.cross_entropy, rows),
-        "bert": parity(bert, None, classes, optimizer="sgd", noise="key.bias"),
         "qwen3": parity(qwen3, None, tokens, lr=3e-4),
         "bf16": parity(wide, functional.cross_entropy, rows, precision="bf16", optimizer="sgd"),
         "others": others,

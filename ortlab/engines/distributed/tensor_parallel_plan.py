@@ -10,18 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 
-Style = Literal["columns", "gathered", "rows", "summed"]
+Style = Literal["columns", "fused", "gathered", "rows", "summed"]
 """Style in which a module is sharded.
 
 - "columns": split along its outputs
+- "fused": likewise, with query, key and value in one matrix, which are split each; the module
+  around the layer tells them apart by its ``split_size``
 - "gathered": split along its outputs, which are gathered afterwards
 - "rows": split along its inputs
 - "summed": replicated between two split layers; its gradients are summed over the ranks
 """
+
+FUSED: Final = 3
+"""Blocks of a "fused" layer: query, key and value."""
 
 _BETWEEN = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU),
@@ -38,7 +44,7 @@ _PLAN_OF: dict[str, Style | None] = {
 }
 """Styles of the entries of transformers' plans, by their names in transformers.integrations."""
 
-_ENCODER = {
+_ENCODER: dict[str, Style] = {
     "attention.self.query": "columns",
     "attention.self.key": "columns",
     "attention.self.value": "columns",
@@ -46,10 +52,16 @@ _ENCODER = {
     "intermediate.dense": "columns",
     "output.dense": "rows",
 }
-_PARTS: dict[str, dict[str, Any]] = {
+_PARTS: dict[str, dict[str, Style]] = {
     "BertLayer": _ENCODER,
     "RobertaLayer": _ENCODER,
     "ElectraLayer": _ENCODER,
+    "GPT2Block": {
+        "attn.c_attn": "fused",
+        "attn.c_proj": "rows",
+        "mlp.c_fc": "columns",
+        "mlp.c_proj": "rows",
+    },
     "TransformerBlock": {
         "attention.q_lin": "columns",
         "attention.k_lin": "columns",
@@ -62,8 +74,9 @@ _PARTS: dict[str, dict[str, Any]] = {
 """Plans for classes of transformers that have none; ``TransformerBlock`` is DistilBERT's."""
 
 _LOOKED_FOR = (
-    "no plan of transformers (Llama, Qwen and others), no layer of BERT, RoBERTa, ELECTRA or "
-    "DistilBERT, no torch.nn.TransformerEncoderLayer, no Linear-activation-Linear in a Sequential"
+    "no plan of transformers (Llama, Qwen and others), no layer of BERT, RoBERTa, ELECTRA, "
+    "DistilBERT or GPT-2, no torch.nn.TransformerEncoderLayer, no Linear-activation-Linear in a "
+    "Sequential"
 )
 
 
@@ -71,8 +84,8 @@ _LOOKED_FOR = (
 class Part:
     """Sharding of one module.
 
-    ``region`` names the part of the model in which activations are split: a "columns" layer opens
-    it, a "rows" layer closes it, other styles have none.
+    ``region`` names the part of the model in which activations are split: a "columns" or "fused"
+    layer opens it, a "rows" layer closes it, other styles have none.
     """
 
     style: Style
@@ -103,18 +116,13 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
             continue
         for part, style in _known(module, size):
             path = inside + part
-            region = path.rpartition(".")[0] if style in ("columns", "rows") else None
+            alone = style in ("gathered", "summed")
+            region = None if alone else path.rpartition(".")[0]
             found.setdefault(path, Part(style, region))
     if not found:
-        more = (
-            "; its Conv1D layers (GPT-2's) hold query, key and value in one matrix, which cannot "
-            "be split into columns by heads"
-            if any(type(module).__name__ == "Conv1D" for module in modules.values())
-            else ""
-        )
         raise ValueError(
             f"tensor_parallel={size}: no layer of {type(model).__name__} is known to be shardable: "
-            f"{_LOOKED_FOR}{more}; choose tensor_parallel=1"
+            f"{_LOOKED_FOR}; choose tensor_parallel=1"
         )
     users = _users(model)
     for path in list(found):
@@ -210,11 +218,15 @@ def _unfit(module: nn.Module, style: Style, users: dict[int, int], size: int) ->
         return "is shared with another layer, so its shards would be used in two ways"
     if style == "summed":
         return None
-    if type(module) is not nn.Linear:
+    if type(module) is nn.Linear:
+        inputs, outputs = module.in_features, module.out_features
+    elif type(module).__name__ == "Conv1D" and isinstance(module.weight, torch.Tensor):
+        inputs, outputs = module.weight.shape  # of transformers, with a transposed weight
+    else:
         return f"is a {type(module).__name__}, and only torch.nn.Linear is sharded"
     if module._forward_hooks or module._forward_pre_hooks:
         return "has hooks of its own, which would get shards"
-    split = module.in_features if style == "rows" else module.out_features
+    split = inputs if style == "rows" else outputs
     if split % size:
         what = "inputs" if style == "rows" else "outputs"
         return f"has {split} {what}, which cannot be split evenly across {size} ranks"

@@ -95,18 +95,19 @@ class OrtEngine(Compile):
             model = self.wrap(model, own)
             record = wrapped_model(model)
             assert record is not None
-        before = record.settings
-        report = cast("OrtModel", record).begin_run(own)
-        return stepper_for(
+        ours, before = cast("OrtModel", record), record.settings
+        made = stepper_for(
             self,
             model,
             loss,
             settings,
             processes,
             stepper,
-            report=report,
-            close=functools.partial(record.configure, before),
+            report=ours.begin_run(own),
+            close=functools.partial(ours.end_run, before),
         )
+        ours.anywhere = made.anywhere
+        return made
 
 
 def _check(settings: EngineSettings) -> None:

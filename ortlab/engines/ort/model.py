@@ -167,6 +167,8 @@ class OrtModel:
         settings: Settings that apply now.
         engine: Name of the engine.
         twin: Record of the same module with graphs for any size, once `for_any_size` was asked.
+        anywhere: See `OneProcess.anywhere`. Processes that share layers wait for each other in each
+            forward and backward pass, so they check the same number of times.
     """
 
     engine = "ort"
@@ -203,6 +205,7 @@ class OrtModel:
         self._log = CompileLog(self._notes.append)
         self._asked: deque[StepCheck] = deque()
         self._remarks: list[str] = []
+        self.anywhere: Callable[[bool], bool] = bool
         self._last_call: CallSignature | None = None
 
     def _compile(self) -> Callable[..., Any]:
@@ -372,22 +375,28 @@ class OrtModel:
             if self._fallback is not None:
                 self._answer(self._fallback, passed=False)
                 return True
+            wrong: SelfCheckFailed | None = None
             try:
                 verdict: object = compare(reference, found, low_precision=_is_low(self.module))
             except SelfCheckFailed as error:
+                wrong = error
+            if self.anywhere(wrong is not None):
+                error = wrong or SelfCheckFailed("results differ on another rank")
                 if recomputed:
                     reference, recomputed = self._observed(self._eager, args, kwargs), False
                     continue
                 with check.recorded(self._segments()) as inputs:
                     self._observed(self._run, args, kwargs)
-                if moves := check.mended(inputs):
+                moves = check.mended(inputs)
+                if self.anywhere(bool(moves)):
                     right = False
                     for i in range(len(self._backend.graphs)):
                         self._backend.save(i)
                     self._remarks += map(str, moves)
                     continue
                 call = (args, kwargs)
-                if why := rounding(self.module, call, reference, found, self._of_copy):
+                why = rounding(self.module, call, reference, found, self._of_copy, self.anywhere)
+                if not self.anywhere(not why):
                     verdict = f"{why}; {error}"
                 else:
                     self._answer(str(error), call, (reference, found), passed=False)
@@ -582,6 +591,15 @@ class OrtModel:
             self._log.recompilations(),
         )
         return functools.partial(self.report, now)
+
+    def end_run(self, settings: EngineSettings) -> None:
+        """Use settings of before a run again.
+
+        Args:
+            settings: See `WrappedModel.configure`.
+        """
+        self.configure(settings)
+        self.anywhere = bool
 
     def report(self, past: _Past = _NO_PAST) -> Report:
         """See `WrappedModel.report`.

@@ -447,6 +447,10 @@ class TorchStepper:
         """See `Stepper.finite`."""
         return not bool(self._bad)
 
+    def anywhere(self, found: bool) -> bool:
+        """See `OneProcess.anywhere`."""
+        return self._processes.anywhere(found)
+
     def report(self) -> Report:
         """See `Stepper.report`."""
         return self._processes.told(self._report())

@@ -46,6 +46,16 @@ def test_pipeline_stages_are_one_process(two: Found) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
+@pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
+def test_layers_that_ranks_share_are_one_process(two: Found, model: str) -> None:
+    """Fifty steps of two micro-batches; the first step of each kind is compared with eager."""
+    for each in of(two, f"tensor {model}"):
+        for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
+            assert each[name] < TOLERANCE, name
+        assert any("layers are sharded" in note for note in each["notes"])
+        assert any(note.startswith("checked on") for note in each["notes"])
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_rank_that_fails_stops_the_step_of_all(two: Found, stage: int) -> None:
     """The model has a graph break, of which torch's compiler keeps the traceback."""

@@ -37,7 +37,8 @@ def _check_parity(found: list[Any], tolerance: float = TOLERANCE) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["sequential", "sequential sgd", "encoder", "scaled", "bert", "qwen3"]
+    "model",
+    ["sequential", "sequential sgd", "encoder", "scaled", "bert", "gpt2", "llama", "qwen3"],
 )
 def test_fifty_steps_are_those_of_one_process(two: Found, model: str) -> None:
     """Losses, norms, states and evaluation match; then the user's model is whole and trained."""
@@ -128,7 +129,7 @@ def test_what_is_refused(two: Found) -> None:
         nothing, odd, conv1d, heads, tied, entry, wrong = told[::2]
         assert "no layer of Sequential is known to be shardable: no plan of" in nothing
         assert "0 has 5 outputs, which cannot be split evenly across 2 ranks" in odd
-        assert "its Conv1D layers (GPT-2's) hold query, key and value" in conv1d
+        assert "GPT2Block has num_attention_heads=1, which cannot be split evenly" in conv1d
         assert "num_attention_heads=1, which cannot be split evenly across 2 ranks" in heads
         assert "is shared with another layer" in tied
         assert "has 'sequence_parallel' for norm, which is not supported" in entry
