@@ -94,6 +94,11 @@ def _engine_rules(
             f"{name}={value!r} needs at least {needed} workers (workers=1); choose "
             f"workers={needed}, or {name}={single!r}",
         )
+    yield (
+        parallel.pipeline_interleave > 1 and parallel.pipeline_stages == 1,
+        f"pipeline_interleave={parallel.pipeline_interleave} needs a pipeline (pipeline_stages=1); "
+        "choose pipeline_stages=2, or pipeline_interleave=1",
+    )
     stage = parallel.zero_stage
     known = ", ".join(map(str, capabilities.zero_stages))
     yield (
@@ -158,7 +163,7 @@ def ranks_conflict(settings: FinetuneSettings, size: int, *, elsewhere: bool = F
     Returns:
         A message that names the values and the alternatives.
     """
-    if (reason := _model_parallel_conflict(settings, size, elsewhere)) is not None or size == 1:
+    if (reason := _model_parallel_conflict(settings, size)) is not None or size == 1:
         return reason
     parallel, batch_size = settings.parallel, settings.data.batch_size
     if settings.optim.optimizer == "lamb" and parallel.reduction == "adasum":
@@ -197,33 +202,25 @@ def data_parallel_size(parallel: ParallelSettings, size: int) -> int:
 # --- tensor and pipeline parallelism
 
 
-def _model_parallel_conflict(settings: FinetuneSettings, size: int, elsewhere: bool) -> str | None:
+def _model_parallel_conflict(settings: FinetuneSettings, size: int) -> str | None:
     """Return why `size` ranks cannot share a model under `settings`, or None."""
     parallel = settings.parallel
     if parallel.tensor_parallel == parallel.pipeline_stages == 1:
         return None
-    if (reason := _first(_model_parallel_rules(settings, size))) is not None:
-        return reason
-    if elsewhere or parallel.pipeline_stages == 1:
-        return None
-    if (missing := deepspeed_missing()) is not None:
-        return f"pipeline_stages needs DeepSpeed: {missing}"
-    return None
+    return _first(_model_parallel_rules(settings, size))
 
 
 def _model_parallel_rules(settings: FinetuneSettings, size: int) -> _Rules:
     model, optim, parallel = settings.model, settings.optim, settings.parallel
     layers, stages = parallel.tensor_parallel, parallel.pipeline_stages
+    names = [name for name in ("tensor_parallel", "pipeline_stages") if parallel[name] > 1]
+    own = " x ".join(f"{name}={parallel[name]}" for name in names)
+    none = " and ".join(f"{name}=1" for name in names)
+    ranks = layers * stages
     yield (
-        layers > 1 and stages > 1,
-        f"tensor_parallel={layers} with pipeline_stages={stages}: a run combines only one of them "
-        "with data parallelism; choose 1 for one of them",
-    )
-    name = "tensor_parallel" if layers > 1 else "pipeline_stages"
-    own, none = f"{name}={settings[name]}", f"{name}=1"
-    yield (
-        size % (layers * stages) != 0,
-        f"{own} does not divide workers={size}; train with a multiple of {layers * stages}",
+        size % ranks != 0,
+        f"{own} does not divide workers={size}; train with "
+        f"{max(1, size // ranks) * ranks} or {(size // ranks + 1) * ranks} workers",
     )
     yield (
         parallel.zero_stage >= 2,

@@ -77,6 +77,7 @@ class FinetuneKeywords(TypedDict, total=False):
     reduction: Literal["mean", "adasum"]
     tensor_parallel: int
     pipeline_stages: int
+    pipeline_interleave: int
     eval_steps: int | None
     save_steps: int | None
     checkpoint_minutes: float | None
@@ -143,6 +144,7 @@ class ScriptKeywords(TypedDict, total=False):
     reduction: Literal["mean", "adasum"]
     tensor_parallel: int
     pipeline_stages: int
+    pipeline_interleave: int
     eval_steps: int | None
     save_steps: int | None
     checkpoint_minutes: float | None
@@ -207,6 +209,7 @@ class RaceKeywords(TypedDict, total=False):
     reduction: Literal["mean", "adasum"]
     tensor_parallel: int
     pipeline_stages: int
+    pipeline_interleave: int
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"]
     opset: int
     shape_inference: bool
@@ -262,6 +265,7 @@ class TuneKeywords(TypedDict, total=False):
     reduction: Literal["mean", "adasum"]
     tensor_parallel: int
     pipeline_stages: int
+    pipeline_interleave: int
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"]
     opset: int
     shape_inference: bool

@@ -170,8 +170,14 @@ class ParallelSettings(Settings):
     pipeline_stages: int = setting(
         1,
         minimum=1,
-        help="number of stages that a Sequential is partitioned into, across workers; "
+        help="number of workers that have a stage each of a Sequential, BERT, GPT-2 or Llama; "
         "micro-batches flow through them",
+    )
+    pipeline_interleave: int = setting(
+        1,
+        minimum=1,
+        help="number of stages of each worker in a pipeline; more of them leave workers idle for "
+        "less time, and exchange more",
     )
 
     @property

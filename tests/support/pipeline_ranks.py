@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.ranks import LR, SIZE, Case, alone, data, digest, error, main, together
-from tests.support.tensor_ranks import moving, not_finite, parity, rows
+from tests.support.tensor_ranks import moving, not_finite, parity, rows, transformer
 
 
 def deep() -> nn.Module:
@@ -54,6 +54,39 @@ def layers() -> nn.Module:
     )
 
 
+def tied() -> nn.Module:
+    """Return layers of which the first and the last but one have the same weight."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        *(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 6)),
+        *(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4)),
+    )
+    model[6].weight = model[0].weight
+    return model
+
+
+def spread(name: str, engine: str = "eager", stages: int = 2, **more: int) -> Case:
+    """Compare a transformer in a pipeline with one process; see `tensor_ranks.transformer`."""
+    return transformer(name, engine, ways={"pipeline_stages": stages, **more})
+
+
+def interleaved(engine: str = "eager") -> Case:
+    """Compare two ranks with two stages each of a Sequential with one process."""
+    ways = {"pipeline_stages": 2, "pipeline_interleave": 2}
+    return parity(layers, functional.cross_entropy, rows, ways=ways, engine=engine)
+
+
+def timed() -> dict[str, Any]:
+    """Return the schedule's times of a step of four micro-batches, and what the report says."""
+    many = together(layers(), functional.cross_entropy, pipeline_stages=2, pipeline_interleave=2)
+    many.step(data(8, 8, 8, 8), lr=LR)
+    found = many._processes.timeline()
+    return {
+        "actions": [(each.rank, each.action.stage, each.begin < each.end) for each in found],
+        "notes": many.report().notes,
+    }
+
+
 def stages(engine: str = "eager", count: int = 2, **changes: Any) -> Case:
     return parity(
         deep,
@@ -73,10 +106,8 @@ def refused() -> dict[str, Any]:
             hidden: torch.Tensor = super().forward(x)
             return hidden + 1
 
-    tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    tied[2].weight = tied[0].weight
     told = []
-    for model in (Own(nn.Linear(6, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(6, 4)), tied):
+    for model in (Own(nn.Linear(6, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(6, 4))):
         try:
             together(model, functional.cross_entropy, pipeline_stages=2)
             told.append("nothing")
@@ -131,7 +162,7 @@ def beside() -> dict[str, Any]:
     ]
     for batch in rows():
         losses = [float(each.step([batch], lr=LR).loss) for each in (one, *more)]
-    groups = [each._processes._engine.grid.pp_proc_group for each in more]
+    groups = [each._processes._layout.stages for each in more]
     alive = [is_registered(group) for group in groups]
     for each in more:
         each.close()
@@ -176,6 +207,11 @@ def failing() -> dict[str, Any]:
 
 
 CASES: dict[int, dict[str, Case]] = {
+    8: {
+        "bert": spread("bert", tensor_parallel=2),
+        "gpt2": spread("gpt2", tensor_parallel=2),
+        "llama": spread("llama", tensor_parallel=2),
+    },
     2: {
         "eager": stages(),
         "sgd": stages(optimizer="sgd"),
@@ -184,6 +220,10 @@ CASES: dict[int, dict[str, Case]] = {
         "swapped": parity(
             swapped, functional.cross_entropy, rows, ways={"pipeline_stages": 2}, optimizer="sgd"
         ),
+        "tied": parity(tied, functional.cross_entropy, rows, ways={"pipeline_stages": 2}),
+        "interleaved": interleaved(),
+        **{name: spread(name) for name in ("bert", "gpt2", "llama")},
+        "timed": timed,
         "moving": moving(layers, {"pipeline_stages": 2}, {"tensor_parallel": 2}),
         "not finite": not_finite(deep, pipeline_stages=2),
         "dropout": dropout,
@@ -194,6 +234,8 @@ CASES: dict[int, dict[str, Case]] = {
         "data x stages": stages(),
         "zero": stages(zero_stage=1),
         "beside": beside,
+        "gpt2": spread("gpt2", tensor_parallel=2),
+        "llama": spread("llama", tensor_parallel=2, zero_stage=1),
         "four": parity(layers, functional.cross_entropy, rows, ways={"pipeline_stages": 4}),
     },
 }

@@ -16,11 +16,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ortlab import cli
 from ortlab.bench.result import EngineBench
+from ortlab.engines import compatibility
+from ortlab.engines.registry import _engine
 from ortlab.notebook.magics.commands import COMMANDS
 from ortlab.settings import Declaration, EngineSettings, FinetuneSettings
 from tests.support import reference
@@ -33,12 +36,14 @@ ALREADY_SAID = " Run the cells from top to bottom (Shift+Enter)."
 PAGES = ROOT / "notebooks" / "reference"
 INDEX = ROOT / "notebooks" / "README.md"
 BENCHMARK = ROOT / "tests" / "bench" / "results" / "engines.json"
-TABLES = re.compile(r"(<!-- (settings|options|speed) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL)
+TABLES = re.compile(
+    r"(<!-- (settings|options|speed|together) -->\n)(.*?)(?=<!-- end of \2 -->)", re.DOTALL
+)
 
 
 def tables() -> dict[str, str]:
     """Return what belongs between each pair of marks in docs/, by the name of the mark."""
-    made = _settings()
+    made = {**_settings(), "together": _together()}
     return made | {"speed": speed(BENCHMARK)} if BENCHMARK.exists() else made
 
 
@@ -131,6 +136,41 @@ def _settings() -> dict[str, str]:
         else:
             settings.append(row)
     return {"settings": "\n".join(settings) + "\n", "options": "\n".join(options) + "\n"}
+
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "data parallel": {},
+    "`zero_stage=1`": {"zero_stage": 1},
+    "`zero_stage=2`": {"zero_stage": 2},
+    "`zero_stage=3`": {"zero_stage": 3},
+    "`tensor_parallel=2`": {"tensor_parallel": 2},
+    "`pipeline_stages=2`": {"pipeline_stages": 2},
+    "both, with `zero_stage=1`": {"tensor_parallel": 2, "pipeline_stages": 2, "zero_stage": 1},
+}
+"""Ways to train on several workers, by what the documents call them."""
+_BESIDE: dict[str, dict[str, Any]] = {
+    **{name: {"engine": name} for name in ("eager", "compile", "ort", "ortmodule")},
+    **{name: {"precision": name} for name in ("bf16", "fp16")},
+    "LAMB": {"optimizer": "lamb"},
+    "Adasum of SGD": {"reduction": "adasum", "optimizer": "sgd"},
+}
+
+
+def _together() -> str:
+    """Return a Markdown table of what goes together on eight workers, as the module decides it."""
+
+    def goes(**chosen: Any) -> bool:
+        settings = FinetuneSettings.of(**{"engine": "eager", "workers": 8, **chosen})
+        engine = _engine(settings.model.engine)
+        rules = (settings.model, settings.parallel)
+        reason = compatibility.engine_conflict(engine.name, engine.capabilities, *rules)
+        return not (reason or compatibility.ranks_conflict(settings, 8, elsewhere=True))
+
+    lines = [f"| | {' | '.join(_BESIDE)} |", f"| --- |{' --- |' * len(_BESIDE)}"]
+    for way, chosen in _WAYS.items():
+        cells = ("yes" if goes(**chosen, **beside) else "no" for beside in _BESIDE.values())
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _default(declaration: Declaration) -> str:

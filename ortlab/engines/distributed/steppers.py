@@ -107,8 +107,7 @@ def load(parallel: ParallelSettings) -> None:
     Args:
         parallel: Settings of the processes.
     """
-    stages = parallel.zero_stage or parallel.pipeline_stages > 1
-    if stages and compatibility.deepspeed_missing() is None:
+    if parallel.zero_stage and compatibility.deepspeed_missing() is None:
         deepspeed_library.library(training_device(parallel.device))
 
 
