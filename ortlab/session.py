@@ -650,7 +650,11 @@ class Session:
         return self.start_workers(count, profile=before.profile, hosts=before.hosts)
 
     def _check_workers(
-        self, model: nn.Module, loss: LossFunction | None, optim: OptimRequest | None
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        settings: FinetuneSettings,
+        optim: OptimRequest | None,
     ) -> None:
         """Check that workers can train `model`, before anything is started."""
         from ortlab.cluster import launch  # heavy: psutil
@@ -659,6 +663,9 @@ class Session:
         from ortlab.cluster import remote  # heavy: torch
 
         remote.check(model, loss, optim)
+        from ortlab.engines.distributed import steppers  # heavy: torch
+
+        steppers.check_model(model, settings)
         before = self.workers
         if before is not None and before.usable() and before.busy is not None:
             raise ValueError(
@@ -674,7 +681,9 @@ class Session:
         optim: OptimRequest | None,
     ) -> RemoteStepper:
         from ortlab.cluster.remote import RemoteStepper  # heavy: torch
+        from ortlab.engines.distributed import steppers  # heavy: torch
 
+        steppers.check_model(model, settings)  # the settings of a run may have changed
         workers = self.workers_for(settings.parallel.workers)
         return RemoteStepper(workers, model, loss, settings, optim=optim, name=run)
 

@@ -11,6 +11,7 @@ engine's own `unavailable` and `refuses`; only `deepspeed_missing` looks at what
 `ranks_conflict`            settings of several ranks: the rules of the four functions below
 `_model_parallel_conflict`  tensor or pipeline parallelism with other settings
 `deepspeed_conflict`        ZeRO by DeepSpeed with other settings
+`fully_sharded`             whether FSDP2 shards the weights, and its rules
 `_adasum_conflict`          Adasum with other settings
 `group_conflict`            the settings and the process group that a stepper is given
 `script_conflict`           a run and the plain training script that is written for it
@@ -171,7 +172,10 @@ def ranks_conflict(settings: FinetuneSettings, size: int, *, elsewhere: bool = F
             "reduction='adasum' with optimizer='lamb' is not supported: both scale the step of "
             "each tensor, and their combination has not been studied; choose reduction='mean'"
         )
-    if (
+    if fully_sharded(settings):
+        if (reason := _first(_sharding_rules(settings))) is not None:
+            return reason
+    elif (
         needs_deepspeed(parallel)
         and (reason := deepspeed_conflict(settings, elsewhere)) is not None
     ):
@@ -289,6 +293,43 @@ def _adasum_rules(settings: FinetuneSettings, size: int) -> _Rules:
         settings.model.precision == "fp16",
         f"{both}: each rank steps by its own gradient and would need its own loss scale; choose "
         "precision='bf16'",
+    )
+
+
+# --- FSDP2
+
+
+def fully_sharded(settings: FinetuneSettings) -> bool:
+    """Return whether torch's FSDP2 shards the weights, and not DeepSpeed.
+
+    Args:
+        settings: The run's settings.
+    """
+    return settings.parallel.zero_stage == 3 and settings.model.engine == "ort"
+
+
+def _sharding_rules(settings: FinetuneSettings) -> _Rules:
+    model, optim, parallel = settings.model, settings.optim, settings.parallel
+    stage = "zero_stage=3 with engine='ort'"
+    yield (
+        parallel.reduction != "mean",
+        f"{stage}: FSDP2 averages the gradients itself; choose reduction='mean'",
+    )
+    yield (
+        optim.optimizer not in ("adamw", "sgd"),
+        f"{stage} with optimizer={optim.optimizer!r}: its trust ratios need whole tensors, and "
+        "ranks have shards; choose optimizer='adamw'",
+    )
+    yield (
+        model.precision == "fp16",
+        f"{stage} with precision='fp16': only the rank with an overflow would detect it, and the "
+        "ranks' loss scales would differ; choose precision='bf16'",
+    )
+    own = "param_dtype='bf16'" if parallel.param_dtype != "fp32" else "offload_optimizer=True"
+    yield (
+        parallel.param_dtype != "fp32" or parallel.offload_optimizer,
+        f"{own} with {stage}: DeepSpeed supports it, and here FSDP2 shards; choose zero_stage=2, "
+        "or engine='eager'",
     )
 
 
@@ -412,7 +453,7 @@ def group_conflict(settings: FinetuneSettings, size: int, *, is_world: bool) -> 
             "out"
         )
     own = needs_deepspeed(parallel)
-    if own is None or deepspeed_serves(settings, is_world=is_world):
+    if own is None or fully_sharded(settings) or deepspeed_serves(settings, is_world=is_world):
         return None
     reason = deepspeed_conflict(settings)
     return reason or f"{own}: DeepSpeed needs all ranks, not a part of them; leave `group` out"

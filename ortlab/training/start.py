@@ -131,7 +131,7 @@ class RunServices:
         remote: Return a stepper of the workers for a model, a loss, settings, a run's name, and the
             user's optimizer and scheduler.
         check_workers: Raise where a model, a loss, and the user's optimizer and scheduler cannot be
-            sent to workers.
+            sent to workers, or the model not be divided among them as settings say.
         plan_for: Return the memory plan of a model or a run under settings.
         remote_hosts: Return whether workers may be on other machines.
         show: Show the run to every viewer.
@@ -142,7 +142,9 @@ class RunServices:
     remote: Callable[
         [nn.Module, LossFunction | None, FinetuneSettings, str, OptimRequest | None], RemoteStepper
     ]
-    check_workers: Callable[[nn.Module, LossFunction | None, OptimRequest | None], None]
+    check_workers: Callable[
+        [nn.Module, LossFunction | None, FinetuneSettings, OptimRequest | None], None
+    ]
     plan_for: Callable[[nn.Module | Run, FinetuneSettings], tuple[MemoryPlan, EngineSettings]]
     remote_hosts: Callable[[], bool]
     show: Callable[[Watched], None]
@@ -291,7 +293,7 @@ class RunStarter:
         restored, notes = self._weights(request, original, past)
         engine_for(chosen.settings)
         if chosen.settings.parallel.elsewhere:
-            self._services.check_workers(original, chosen.loss, chosen.optim)
+            self._services.check_workers(original, chosen.loss, chosen.settings, chosen.optim)
         chosen, optim = with_own_optimizer(chosen, request, original)
         if request.checkpoint is not None:
             check_state(request.checkpoint, original, chosen.settings, optim)

@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 import ortlab
 from ortlab.engines.distributed import deepspeed_library
 from ortlab.engines.ort.capture import Backend
-from tests.support import pipeline_ranks, ranks, tensor_ranks
+from tests.support import pipeline_ranks, ranks
 from tests.support.mixed_ranks import HALVES
 from tests.support.ranks import LR, RANK, SIZE, Spare, data, network, together
 
 Step = Callable[[Any, Any], float]
-MODELS = ("bert", "gpt2", "llama")
 
 
 class Deep(nn.Module):
@@ -173,7 +172,6 @@ CASES: dict[str, ranks.Case] = {
     "halved": halved,
     "with hooks": with_hooks,
     "stages": pipeline_ranks.stages("ort"),
-    **{f"tensor {name}": tensor_ranks.transformer(name, "ort") for name in MODELS},
     **{
         each.__name__: functools.partial(against_eager, each)
         for each in (wrapped_inside, compiled_inside, compiled_outside)

@@ -17,8 +17,8 @@ Found = list[dict[str, Any]]
 """The results of each rank, by case."""
 
 
-def run(module: str, size: int, folder: Path) -> Found:
-    """Run `module` in `size` processes; ``printed`` has the output of each rank."""
+def run(module: str, size: int, folder: Path, *, seconds: int = 240) -> Found:
+    """Run `module` in `size` processes, at most `seconds`; ``printed`` has each rank's output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
@@ -32,7 +32,7 @@ def run(module: str, size: int, folder: Path) -> Found:
         for rank in range(size)
     ]
     try:
-        told = [process.communicate(timeout=240)[0] for process in started]
+        told = [process.communicate(timeout=seconds)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -239,7 +239,7 @@ def parity(
         with torch.no_grad():
             for tensor in parameters.values():
                 tensor.add_(RANK)  # rank 0's values must replace these
-        one = alone(make(), loss, max_grad_norm=0.5, **changes)
+        one = alone(make(), loss, max_grad_norm=0.5, **{**changes, "engine": "eager"})
         many = together(
             model, loss, max_grad_norm=0.5, **changes, **(ways or {"tensor_parallel": 2})
         )

@@ -137,7 +137,7 @@ def initialized(device: torch.device, **arguments: Any) -> Any:
         The DeepSpeed engine.
     """
     deepspeed = library(device)
-    deepspeed.utils.groups.mpu = None  # a pipeline run leaves its own behind
+    deepspeed.utils.groups.mpu = None  # a user's PipelineModule leaves its own behind
     with _environment():
         engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
     return engine

@@ -20,7 +20,7 @@ from torch import nn
 
 from ortlab.engines import batch as batches
 from ortlab.engines.base import Batch, Engine, LossFunction, Report
-from ortlab.engines.distributed import pipeline_schedule, tensor_parallel_plan
+from ortlab.engines.distributed import pipeline_schedule, pipeline_stages, tensor_parallel_plan
 from ortlab.engines.distributed.comm_timer import Clock
 from ortlab.engines.distributed.layout import Layout, layout_of
 from ortlab.engines.distributed.pipeline_schedule import Span
@@ -33,6 +33,45 @@ from ortlab.settings import FinetuneSettings
 
 _TYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS: Final = 8
+
+
+def check(model: nn.Module, settings: FinetuneSettings) -> Mapping[str, Part]:
+    """Check that a model can be split, before any process is started.
+
+    Args:
+        model: The model.
+        settings: The run's settings; ``pipeline_stages`` is above 1.
+
+    Returns:
+        How its layers are sharded, by name; empty without tensor parallelism.
+
+    Raises:
+        ValueError: If the model cannot be split into that many stages, or its layers not across
+            the ranks that share them, or the engine cannot execute its stages.
+    """
+    parallel, engine = settings.parallel, settings.model.engine
+    if parallel.pipeline_interleave > 1 and training_device(parallel.device).type != "cpu":
+        raise ValueError(
+            f"pipeline_interleave={parallel.pipeline_interleave} needs messages that arrive in any "
+            "order, which NCCL does not have; choose pipeline_interleave=1, or device='cpu'"
+        )
+    pipeline_stages.cut(model, parallel.pipeline_stages * parallel.pipeline_interleave)
+    plain = isinstance(model, nn.Sequential) and parallel.pipeline_interleave == 1
+    if engine in ("ortmodule", "ort_fused") and not plain:
+        raise ValueError(
+            f"engine {engine!r} trains a pipeline of an nn.Sequential with one stage on each rank "
+            "only; choose engine='ort', or 'eager'"
+        )
+    if parallel.tensor_parallel == 1:
+        return {}
+    layers = tensor_parallel_plan.plan_for(model, parallel.tensor_parallel)
+    if "" in (part.region for part in layers.values()):
+        raise ValueError(
+            f"tensor_parallel={parallel.tensor_parallel} with pipeline_stages="
+            f"{parallel.pipeline_stages}: layers that are split together may be in different "
+            "stages; put each pair into an nn.Sequential of its own, or choose tensor_parallel=1"
+        )
+    return layers
 
 
 def prepare(
@@ -59,37 +98,15 @@ def prepare(
         The stepper.
 
     Raises:
-        ValueError: If the model cannot be split into that many stages, or its layers not across
-            the ranks that share them.
+        ValueError: See `check`.
     """
-    parallel = settings.parallel
-    if parallel.pipeline_interleave > 1 and training_device(parallel.device).type != "cpu":
-        raise ValueError(
-            f"pipeline_interleave={parallel.pipeline_interleave} needs messages that arrive in any "
-            "order, which NCCL does not have; choose pipeline_interleave=1, or device='cpu'"
-        )
-    layers: Mapping[str, Part] = {}
-    if parallel.tensor_parallel > 1:
-        layers = tensor_parallel_plan.plan_for(model, parallel.tensor_parallel)
-        if "" in (part.region for part in layers.values()):
-            raise ValueError(
-                f"tensor_parallel={parallel.tensor_parallel} with pipeline_stages="
-                f"{parallel.pipeline_stages}: layers that are split together may be in different "
-                "stages; put each pair into an nn.Sequential of its own, or choose "
-                "tensor_parallel=1"
-            )
+    parallel, layers = settings.parallel, check(model, settings)
     layout = layout_of(parallel, group)
     try:
         stages = Stages(model, parallel, layout, group)
     except BaseException:
         layout.leave()
         raise
-    if engine.name in ("ortmodule", "ort_fused") and stages.takes_texts:
-        stages.restore()
-        raise ValueError(
-            f"engine {engine.name!r} trains a pipeline of an nn.Sequential with one stage on each "
-            "rank only; choose engine='ort', or 'eager'"
-        )
     names = {stages.name(name): name for name, _ in stages.own.named_modules()}
     plan = {
         names[path]: part
@@ -113,6 +130,7 @@ def prepare(
         )
     except BaseException:
         stages.restore()
+        layout.leave()
         raise
     assert isinstance(stepper, PipelineStepper)
     stepper.reseed(settings.data.seed)

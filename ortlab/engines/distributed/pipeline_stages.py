@@ -313,11 +313,6 @@ class Stages:
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         return len(self._holders[id(tensor)]) > 1
 
-    @property
-    def takes_texts(self) -> bool:
-        """True if forward of this rank's stages takes more than tensors."""
-        return not self._is_plain
-
     def name(self, own: str) -> str:
         """Return the name in the user's model of a parameter, buffer or module of `own`.
 

@@ -20,6 +20,7 @@ All ranks of a process group train one model together:
   steps only is an error. With ``param_dtype="bf16"`` the model's weights are bfloat16 until
   ``close``, and float32 inputs of forward are cast to bfloat16; targets are not. At stage 3 all
   ranks call ``close``, which restores the model's whole weights.
+- **FSDP2.** At stage 3 with engine ``ort`` torch's FSDP2 gathers weights layer by layer.
 - **Gradient checkpointing** has to be non-reentrant (``use_reentrant=False``): with the reentrant
   variant DistributedDataParallel reports that a variable was marked ready twice.
 - **Failures.** A rank that fails before its last backward of a step makes all others raise
@@ -39,8 +40,10 @@ from ortlab.engines.base import Engine, LossFunction
 from ortlab.engines.distributed import (
     deepspeed,
     deepspeed_library,
+    fully_sharded,
     pipeline_parallel,
     tensor_parallel,
+    tensor_parallel_plan,
 )
 from ortlab.engines.distributed.data_parallel import Ranks
 from ortlab.engines.torch.stepper import TorchStepper, training_device
@@ -91,6 +94,8 @@ def prepare(
         raise ValueError(reason)
     if settings.parallel.pipeline_stages > 1:
         return pipeline_parallel.prepare(engine, model, loss, settings, group)
+    if compatibility.fully_sharded(settings):
+        return fully_sharded.prepare(engine, model, loss, settings, group)
     ranks, kind = _classes(settings, is_world=is_world)
     processes = functools.partial(ranks, settings=settings, group=group)
     if given is not None:
@@ -99,6 +104,25 @@ def prepare(
     assert isinstance(stepper, TorchStepper)  # all engines return one
     stepper.reseed(settings.data.seed)
     return stepper
+
+
+def check_model(model: nn.Module, settings: FinetuneSettings) -> None:
+    """Check that a model can be divided as the settings say, before any process is started.
+
+    Args:
+        model: The model.
+        settings: The run's settings.
+
+    Raises:
+        ValueError: If it cannot; the message names the layer, and the nearest setting that works.
+    """
+    parallel = settings.parallel
+    if parallel.pipeline_stages > 1:
+        pipeline_parallel.check(model, settings)
+    elif parallel.tensor_parallel > 1:
+        tensor_parallel_plan.plan_for(model, parallel.tensor_parallel)
+    elif parallel.workers > 1 and compatibility.fully_sharded(settings):
+        fully_sharded.blocks_of(model, settings)
 
 
 def load(parallel: ParallelSettings) -> None:

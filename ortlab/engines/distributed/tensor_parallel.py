@@ -66,6 +66,9 @@ class _Shard:
 class _Layer(nn.Module):
     """This rank's shard of a Linear, or of a Conv1D of transformers, whose weight is transposed."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, layer: nn.Module, part: Part, neighbors: Neighbors, region: int) -> None:
         super().__init__()
         self.is_linear = isinstance(layer, nn.Linear)
@@ -102,8 +105,7 @@ class _Layer(nn.Module):
         return exchanges.gathered(y, self.neighbors) if self.style == "gathered" else y
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.weight
-        return functional.linear(x, weight if self.is_linear else weight.t())
+        return functional.linear(x, self.weight if self.is_linear else self.weight.t())
 
 
 class ShardedLayers:
@@ -148,7 +150,8 @@ class ShardedLayers:
             # Release the whole tensor: the shards replace it.
             original.data, original.grad = original.data.new_empty(0), None
         if part.style == "fused":
-            parent.split_size //= self._neighbors.size  # type: ignore[operator]
+            around: Any = parent
+            around.split_size //= self._neighbors.size
         setattr(parent, name, made)
         self._replaced.append((parent, name, layer, made))
 
@@ -193,7 +196,8 @@ class ShardedLayers:
                 original.data = made.shards[tensor_name].whole_of(part)
             layer.train(made.training)
             if made.style == "fused":
-                parent.split_size *= self._neighbors.size  # type: ignore[operator]
+                around: Any = parent
+                around.split_size *= self._neighbors.size
             setattr(parent, name, layer)
 
 

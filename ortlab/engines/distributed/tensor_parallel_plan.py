@@ -183,7 +183,8 @@ def _check_heads(module: nn.Module, config: Any, size: int) -> None:
         if isinstance(heads, int) and heads % size:
             raise ValueError(
                 f"tensor_parallel={size}: {type(module).__name__} has {name}={heads}, which cannot "
-                f"be split evenly across {size} ranks; choose a divisor of it"
+                f"be split evenly across {size} ranks; choose tensor_parallel="
+                f"{max(each for each in range(1, size) if heads % each == 0)}"
             )
 
 

@@ -23,7 +23,7 @@ class OrtEngine(Compile):
     name = "ort"
     capabilities = Capabilities(
         workers=True,
-        zero_stages=(0, 1, 2),
+        zero_stages=(0, 1, 2, 3),
         recompute=True,
         activation_budget=True,
         options=("self_check", "fallback", "arena", "log_level", "save_onnx"),

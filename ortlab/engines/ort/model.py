@@ -381,7 +381,7 @@ class OrtModel:
             except SelfCheckFailed as error:
                 wrong = error
             if self.anywhere(wrong is not None):
-                error = wrong or SelfCheckFailed("results differ on another rank")
+                failure = wrong or SelfCheckFailed("results differ on another rank")
                 if recomputed:
                     reference, recomputed = self._observed(self._eager, args, kwargs), False
                     continue
@@ -397,10 +397,10 @@ class OrtModel:
                 call = (args, kwargs)
                 why = rounding(self.module, call, reference, found, self._of_copy, self.anywhere)
                 if not self.anywhere(not why):
-                    verdict = f"{why}; {error}"
+                    verdict = f"{why}; {failure}"
                 else:
-                    self._answer(str(error), call, (reference, found), passed=False)
-                    return self._wrong(error)
+                    self._answer(str(failure), call, (reference, found), passed=False)
+                    return self._wrong(failure)
             shapes = ", ".join(str(list(value.shape)) for value in tensors([args, kwargs]))
             self._notes.append(f"checked on {shapes}: {verdict}")
             told = "; ".join([f"{verdict}, for inputs of shape {shapes}", *self._remarks[before:]])

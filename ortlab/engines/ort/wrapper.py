@@ -95,10 +95,22 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "__reduce_ex__": reduced,  # which copy.deepcopy calls, too
-        "forward": _Forward(kind.forward),
     }
     if not hasattr(kind, "module"):
         members["module"] = _Original()  # ORTModule's name for it
     metaclass: Any = type(kind)
     made: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
+    # Set last: each new subclass of a layer of transformers (5.24) gets another forward, around the
+    # class's. FSDP2 makes one, and its forward calls this one.
+    made.forward = _Forward(_of_instance(kind.forward))  # type: ignore[assignment]
     return made
+
+
+def _of_instance(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a wrapper's class, which runs a wrapper in ORT."""
+
+    @functools.wraps(function)
+    def forward(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper._ortlab_forward(*args, **kwargs)
+
+    return forward

@@ -1,10 +1,15 @@
-"""Engine ``ort`` in two processes: data parallel, ZeRO 1 and 2, Adasum, pipeline stages."""
+"""Engine ``ort`` in two processes: data parallel, ZeRO, Adasum, and models in parts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import nn
 
 from ortlab.engines import compatibility
+from ortlab.engines.distributed import fully_sharded
+from ortlab.settings import FinetuneSettings
 from tests.support.needed_engines import needs
 from tests.support.several import TOLERANCE, Found, check_failure, check_parity, of, run
 
@@ -15,6 +20,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     if (reason := compatibility.deepspeed_missing()) is not None:
         pytest.skip(reason)
     return run("tests.support.ort_ranks", 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    needs("ort")
+    return run("tests.support.parts_in_ort", 2, tmp_path_factory.mktemp("parts"), seconds=600)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +57,49 @@ def test_pipeline_stages_are_one_process(two: Found) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
+@pytest.mark.parametrize(
+    "case", ["interleaved", "stages of bert", "stages of gpt2", "stages of llama"]
+)
+def test_stages_of_transformers_are_one_process(parts: Found, case: str) -> None:
+    for each in of(parts, case):
+        for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
+            assert each[name] < TOLERANCE, name
+        assert any(note.startswith("checked on") for note in each["notes"])
+
+
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
-def test_layers_that_ranks_share_are_one_process(two: Found, model: str) -> None:
+def test_blocks_whose_weights_are_gathered_one_by_one(parts: Found, model: str) -> None:
+    """ZeRO 3 by FSDP2, each block in ORT; afterwards the user's model has all weights."""
+    for each in of(parts, f"fully sharded {model}"):
+        for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
+            assert each[name] < TOLERANCE, name
+        assert each["same objects"]
+        assert any("ZeRO stage 3 by torch's FSDP2" in note for note in each["notes"])
+        assert any(note.startswith("checked on") for note in each["notes"])
+    assert (
+        sum(each["held"]["parameters"] for each in of(parts, f"fully sharded {model}"))
+        == each["whole"]
+    )
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
+def test_layers_that_ranks_share_are_one_process(parts: Found, model: str) -> None:
     """Fifty steps of two micro-batches; the first step of each kind is compared with eager."""
-    for each in of(two, f"tensor {model}"):
+    for each in of(parts, f"tensor {model}"):
         for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
             assert each[name] < TOLERANCE, name
         assert any("layers are sharded" in note for note in each["notes"])
         assert any(note.startswith("checked on") for note in each["notes"])
+
+
+def test_ranks_that_share_layers_agree_on_a_check(parts: Found) -> None:
+    """Each check has exchanges: another number of them on one rank would mix up the others."""
+    for each, reason in zip(
+        of(parts, "disagreeing"), ("on another rank", "a made-up difference"), strict=True
+    ):
+        assert each["losses"] < TOLERANCE
+        assert each["weights"] < TOLERANCE
+        assert any(reason in note for note in each["notes"])
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -105,3 +151,35 @@ def test_a_user_s_own_processes(two: Found, case: str, graphs: int) -> None:
         assert each["losses"] == pytest.approx(each["expected"], rel=TOLERANCE)
         assert each["error"] < TOLERANCE
         assert each["graphs"] >= graphs
+
+
+def test_models_whose_weights_cannot_be_gathered_one_by_one() -> None:
+    settings = FinetuneSettings.of(engine="ort", device="cpu", workers=2, zero_stage=3)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(4, 2)})
+    assert fully_sharded.blocks_of(model, settings) == ["layers.0", "layers.1"]
+    layers[1].weight = layers[0].weight
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is shared with another layer"):
+        fully_sharded.blocks_of(model, settings)
+    with pytest.raises(ValueError, match="and Linear has none; choose zero_stage=2"):
+        fully_sharded.blocks_of(nn.Linear(4, 4), settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reduction": "adasum"}, "FSDP2 averages the gradients itself"),
+        ({"optimizer": "lamb"}, "choose optimizer='adamw'"),
+        ({"precision": "fp16"}, "choose precision='bf16'"),
+        ({"offload_optimizer": True}, "choose zero_stage=2, or engine='eager'"),
+        ({"tensor_parallel": 2}, "choose zero_stage=1 or tensor_parallel=1"),
+        ({}, None),
+        ({"precision": "bf16", "optimizer": "sgd"}, None),
+    ],
+)
+def test_what_goes_with_stage_3(changes: dict[str, Any], message: str | None) -> None:
+    settings = FinetuneSettings.of(
+        **{"engine": "ort", "device": "cpu", "workers": 2, "zero_stage": 3, **changes}
+    )
+    found = compatibility.ranks_conflict(settings, 2)
+    assert found is None if message is None else message in str(found)

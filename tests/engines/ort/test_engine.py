@@ -119,6 +119,37 @@ def test_an_edited_attribute_and_other_arguments_count() -> None:
         assert_equal(wrapped, reference, inputs, sharpness=sharpness)
 
 
+def test_a_class_that_changes_the_forward_of_its_subclasses() -> None:
+    """Layers of transformers do: wrapped alone, they would run in eager torch."""
+
+    class Layer(nn.Module):
+        def __init_subclass__(cls) -> None:
+            own = cls.forward
+
+            def around(self: Any, *args: Any) -> Any:
+                return own(self, *args)
+
+            cls.forward = around  # type: ignore[method-assign, assignment]
+
+    class Own(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.inner(x)
+            return hidden.tanh()
+
+    wrapped = ortlab.wrap(Own(), engine="ort")
+    wrapped.__class__ = type("Again", (type(wrapped),), {})  # as FSDP2 does
+    wrapped(torch.randn(3, 6)).sum().backward()
+    record = wrapped_model(wrapped)
+    assert record is not None
+    graphs = record.report().graphs
+    assert graphs is not None
+    assert graphs.graphs == 2
+
+
 def test_hooks_run_once() -> None:
     wrapped, reference = pair(Net())
     seen: list[str] = []
