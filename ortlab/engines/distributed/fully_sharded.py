@@ -178,7 +178,8 @@ class ShardedRanks(Ranks):
         mesh: DeviceMesh,
         whole: nn.Module,
     ) -> None:
-        self._mesh, self._whole = mesh, whole
+        self._mesh = mesh
+        self._whole: nn.Module | None = whole
         self.sharded: dict[int, torch.Tensor] = {}
         super().__init__(module, loss, owner, device, settings=settings, group=group)
 
@@ -198,7 +199,7 @@ class ShardedRanks(Ranks):
 
     def _locals(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's shards, in the same memory as FSDP2's."""
-        found = []
+        found: list[torch.Tensor] = []
         for parameter in parameters:
             own = nn.Parameter(_local(parameter.detach()))
             self.sharded[id(own)] = parameter
@@ -262,7 +263,7 @@ class ShardedRanks(Ranks):
         """Return the whole tensor of which this rank has a shard, if `like` is sharded."""
         if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or not value.dim():
             return value
-        form = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+        form: dict[str, Any] = {"shape": like.shape, "stride": like.stride(), "run_check": False}
         return _whole(DTensor.from_local(value, self._mesh, like.placements, **form))
 
     def own(
@@ -291,8 +292,8 @@ class ShardedRanks(Ranks):
             return
         for own, sharded in zip(self._whole.parameters(), self.owner.parameters(), strict=True):
             own.data = _whole(sharded.detach()).clone()
-        for own, buffer in zip(self._whole.buffers(), self.owner.buffers(), strict=True):
-            own.copy_(buffer)
+        for ours, buffer in zip(self._whole.buffers(), self.owner.buffers(), strict=True):
+            ours.copy_(buffer)
         self._whole = None
         super().close()
 

@@ -28,6 +28,7 @@ from ortlab.engines.distributed.pipeline_stages import Stages
 from ortlab.engines.distributed.tensor_parallel import TensorRanks
 from ortlab.engines.distributed.tensor_parallel_plan import Part
 from ortlab.engines.single_process import Share
+from ortlab.engines.torch.phases import phase
 from ortlab.engines.torch.stepper import Sums, TorchStepper, training_device
 from ortlab.settings import FinetuneSettings
 
@@ -296,7 +297,8 @@ class PipelineRanks(TensorRanks):
                 started = time.perf_counter()
                 output, hidden = outputs.pop(key), inputs.pop(key, None)
                 if output.requires_grad:
-                    torch.autograd.backward(output, gradient)
+                    with phase("backward"):
+                        torch.autograd.backward(output, gradient)
                 if hidden is not None:
                     own = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
                     wire.send(
@@ -311,9 +313,10 @@ class PipelineRanks(TensorRanks):
                     inputs[key] = hidden.requires_grad_()
                 self._neighbors.begin()
                 if is_last:
-                    found[number], output = self._last(hidden, shares[number], context)
+                    with phase("forward"):
+                        found[number], output = self._last(hidden, shares[number], context)
                 else:
-                    with context():
+                    with phase("forward"), context():
                         output = _sendable(stages.call(self.module, stage, hidden, given[number]))
                     wire.send(output, (stage + 1) % stages.ranks, tag(stage, number))
                 if training:

@@ -31,11 +31,14 @@ class _Family:
         layers: List of the layers.
         first: Modules of the first stage, with what later stages have instead.
         last: Modules of the last stage, which others leave out.
+        heads: Ends of the names of models whose head reads activations alone. Others also read
+            token ids, such as the place of the last token that is no padding.
     """
 
     layers: str
     first: Mapping[str, type[nn.Module]]
     last: tuple[str, ...]
+    heads: tuple[str, ...] = ("ForCausalLM", "LMHeadModel", "TokenClassification")
 
 
 class _Passing(nn.Module):
@@ -54,9 +57,13 @@ class _Zero(nn.Module):
         return positions.new_zeros((), dtype=torch.float32)
 
 
+_OF_BERT: Final = (
+    *("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForQuestionAnswering", "ForNextSentencePrediction", "LMHeadModel"),
+)
 _LLAMA: Final = _Family("layers", {"embed_tokens": _Passing}, ("norm",))
 _FAMILIES: Final[dict[str, _Family]] = {
-    "BertModel": _Family("encoder.layer", {"embeddings": _Passing}, ("pooler",)),
+    "BertModel": _Family("encoder.layer", {"embeddings": _Passing}, ("pooler",), _OF_BERT),
     "GPT2Model": _Family("h", {"wte": _Passing, "wpe": _Zero, "drop": _Passing}, ("ln_f",)),
     **dict.fromkeys(("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"), _LLAMA),
 }
@@ -84,15 +91,16 @@ class _Part(nn.Module):
             hidden: Activation of the stage before; None in the first.
             given: Inputs of the model.
         """
-        if isinstance(self.module, nn.Sequential):
-            return self.module(given if self.is_first else hidden)
+        run: nn.Module = self.module
+        if isinstance(run, nn.Sequential):
+            return run(given if self.is_first else hidden)
         given = dict(given)
         if not self.is_first:
             given = {name: given[name] for name in given if name not in _OF_TOKENS}
             given["inputs_embeds"] = hidden
         if self.is_last:
-            return self.module(**given)
-        base = self.module.base_model
+            return run(**given)
+        base: Any = run.base_model
         return base(**{name: given[name] for name in given if name not in batches.TARGETS})[0]
 
 
@@ -136,11 +144,16 @@ def cut(model: nn.Module, stages: int) -> list[_Part]:
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         layers, what = list(model._modules), "layers with parameters to train"
         units = [model.get_submodule(name) for name in layers]
-    elif family is None or base is model or not type(base).__module__.startswith("transformers."):
+    elif family is None or not type(model).__module__.startswith("transformers."):
         known = ", ".join(_FAMILIES)
         raise ValueError(
             f"{own} needs an nn.Sequential, or a model of transformers with a head on one of "
             f"{known}; the model is a {type(model).__name__}; choose pipeline_stages=1"
+        )
+    elif base is model or not type(model).__name__.endswith(family.heads):
+        raise ValueError(
+            f"{own}: {type(model).__name__} is not known to have a head that reads activations "
+            f"alone, as *{', *'.join(family.heads)} do; choose pipeline_stages=1"
         )
     else:
         assert base is not None
