@@ -136,9 +136,12 @@ def _fits(settings: Chosen) -> bool:
     """Return whether the engine that these settings name runs here, and ignores no choice."""
     model = _of_model(settings)
     found = _engine(model.engine)
+    # Whether a model has layers to gather one by one is not known from settings.
+    by_layers = isinstance(settings, FinetuneSettings) and compatibility.fully_sharded(settings)
     # In half precision nearly all of its operators would run in torch, if the CPU can do that.
     return (
         (model.precision == REFERENCE[1] or _is_emulated(settings))
+        and not by_layers
         and not any(found.capabilities.ignores(found.name, name) for name in _for_ort(model))
         and _refusal(settings) is None
     )

@@ -74,7 +74,6 @@ def with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     "values",
     [
         {"workers": 2, "zero_stage": 3},
-        {"workers": 2, "tensor_parallel": 2},
         {"precision": "fp16", "device": "cpu"},
     ],
     ids=str,
@@ -86,6 +85,12 @@ def test_it_is_eager_where_ort_does_not_support_the_settings(
     assert name == "eager"
     of_ort = refusal(FinetuneSettings.of(values, engine="ortmodule"))
     assert reason == f"engine auto: eager, because ortmodule cannot run: {of_ort}"
+
+
+def test_layers_that_ranks_share_are_in_ort(with_ort: None) -> None:
+    name, reason = chosen(workers=2, tensor_parallel=2)
+    assert name == "ort"
+    assert "because ortmodule cannot run: tensor_parallel=2" in reason
 
 
 @pytest.mark.parametrize(

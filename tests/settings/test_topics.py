@@ -73,7 +73,7 @@ def test_a_name_that_does_not_exist() -> None:
         ValueError, match="unknown setting 'epoch': did you mean 'num_train_epochs'"
     ):
         FinetuneSettings.of(epoch=3)
-    with pytest.raises(ValueError, match="unknown setting 'zzz': none of the 62 names is similar"):
+    with pytest.raises(ValueError, match="unknown setting 'zzz': none of the 63 names is similar"):
         FinetuneSettings.of(zzz=3)
 
 
