@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, overload
 
 from ortlab.engines import doctor, wrapped_models
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ortlab.checkpoint.checkpoint import Checkpoint
+    from ortlab.cluster.checks import Elsewhere
     from ortlab.cluster.workers import Workers
     from ortlab.deploy.exported import Exported
     from ortlab.deploy.on_device_training import TrainingArtifacts
@@ -691,6 +692,8 @@ def workers(
     *,
     profile: str | None = None,
     hosts: str | Sequence[str] | None = None,
+    slurm: bool | Mapping[str, Any] = False,
+    mpi: bool = False,
     per_host: int | None = None,
     python: str | None = None,
     address: str | None = None,
@@ -704,7 +707,13 @@ def workers(
         profile: An ipyparallel profile that defines where workers run; None for this machine.
         hosts: Hosts to start workers on over SSH, such as "a,b" or ["user@a", "b:2222"]; aliases of
             ssh_config are names of hosts, too. They are checked before anything starts.
-        per_host: Number of workers on each host. Default: an equal part of `count`, or 1.
+        slurm: True to start workers as a job of Slurm, or a dictionary of sbatch's options for it,
+            such as {"partition": "gpu", "time": "2:00:00", "gres": "gpu:2"}. This waits as long as
+            the job does, and an interrupt cancels it.
+        mpi: True to start workers by Open MPI's mpirun, on `hosts` or those of the batch job that
+            this process runs in.
+        per_host: Number of workers on each host. Default: an equal part of `count`, or 1; with
+            `slurm` what Slurm chooses.
         python: Path of Python on the hosts. Default: the path of this process's Python if there is
             one, else python3. It needs the same versions of ortlab, torch and ipyparallel.
         address: IPv4 address of this machine by which all hosts reach it. Default: the one from
@@ -725,17 +734,34 @@ def workers(
         >>> workers = ortlab.workers(2)
         >>> workers.run(os.getpid)
     """
-    if hosts is not None:
+    by_slurm = slurm is True or isinstance(slurm, Mapping)
+    if hosts is not None or by_slurm or mpi:
         from ortlab.cluster.hosts import Hosts  # heavy: psutil
+        from ortlab.cluster.mpi import MpiHosts  # heavy: psutil
+        from ortlab.cluster.slurm import SlurmJob  # heavy: psutil
 
         if profile is not None:
-            raise ValueError("hosts and profile exclude each other: a profile names its own hosts")
-        chosen = Hosts.chosen(hosts, count, per_host, python=python, address=address)
+            raise ValueError("profile excludes hosts, slurm and mpi: a profile names its own hosts")
+        if by_slurm and (hosts is not None or mpi):
+            raise ValueError(
+                "slurm excludes hosts and mpi: Slurm chooses the hosts; name some by its option, "
+                "as in slurm={'nodelist': 'a,b'}"
+            )
+        own: dict[str, Any] = {"python": python, "address": address}
+        chosen: Elsewhere
+        if by_slurm:
+            options = slurm if isinstance(slurm, Mapping) else {}
+            chosen = SlurmJob.chosen(options, count, per_host, **own)
+        elif mpi:
+            chosen = MpiHosts.chosen(hosts, count, per_host, **own)
+        else:
+            assert hosts is not None
+            chosen = Hosts.chosen(hosts, count, per_host, **own)
         return session.start_workers(chosen.count, hosts=chosen)
     given = {"per_host": per_host, "python": python, "address": address}
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} needs hosts, as in hosts='a,b'")
+            raise ValueError(f"{name}={value!r} needs hosts, as in hosts='a,b', or slurm or mpi")
     if count is not None:
         return session.start_workers(count, profile=profile)
     if session.workers is None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ortlab.checkpoint.checkpoint import Checkpoint
-    from ortlab.cluster.hosts import Hosts
+    from ortlab.cluster.checks import Elsewhere
     from ortlab.cluster.workers import Workers
     from ortlab.engines.base import LossFunction
     from ortlab.engines.ort.model import OrtModel
@@ -610,7 +610,7 @@ class Session:
     # ---- workers ---------------------------------------------------------------------------------
 
     def start_workers(
-        self, count: int, *, profile: str | None = None, hosts: Hosts | None = None
+        self, count: int, *, profile: str | None = None, hosts: Elsewhere | None = None
     ) -> Workers:
         """See `ortlab.api.workers`."""
         from ortlab.cluster.workers import Workers, refuse_too_many  # heavy: psutil

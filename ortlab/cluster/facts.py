@@ -28,7 +28,12 @@ TOKEN_BYTES = 32
 REACH_S = 2.5
 """Seconds that a host has to connect back to the kernel."""
 
-_DISTRIBUTIONS = ("ortlab", "torch", "onnxruntime-training", "ipyparallel", "cloudpickle")
+_DISTRIBUTIONS = {
+    **{name: (name,) for name in ("ortlab", "torch", "onnxruntime-training")},
+    # The same runtime for other devices; hosts may have other ones than the kernel.
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+    **{name: (name,) for name in ("ipyparallel", "cloudpickle")},
+}
 
 
 def facts() -> dict[str, Any]:
@@ -39,7 +44,8 @@ def facts() -> dict[str, Any]:
         by name, with None for a library that is not installed.
     """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    versions |= {name: _version(name) for name in _DISTRIBUTIONS}
+    for name, distributions in _DISTRIBUTIONS.items():
+        versions[name] = next(filter(None, map(_version, distributions)), None)
     return {
         "host": os.environ.get(HOST) or socket.gethostname(),
         "pid": os.getpid(),

@@ -1,9 +1,9 @@
-"""Host's side of workers that were started over SSH: starts them, and ends them with the kernel.
+"""Host's side of workers on hosts: starts them, and ends them with the kernel.
 
 Nothing of ipyparallel watches the kernel from another host. The workers end when this process ends,
-which ends as soon as its standard input does (the SSH connection), or its lifeline: a connection to
-the kernel's process that the system closes with it. The system's probes find out that the kernel's
-machine is gone, where SSH's server would wait for hours.
+which ends as soon as its standard input does (the connection of ssh, srun or mpirun), or its
+lifeline: a connection to the kernel's process that the system closes with it. The system's probes
+find out that the kernel's machine is gone, where SSH's server would wait for hours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ortlab.utils.threads import Thread
 
 _TO_END_S: Final = 2.0
 """Seconds that a worker has to end after SIGTERM before it is killed."""
+_LAUNCHERS: Final = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 _PROBES: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}
 """Probes of the lifeline: after a minute without an answer it is broken (tcp(7))."""
 
@@ -80,7 +81,7 @@ def _start(order: Mapping[str, Any], profile: Path) -> subprocess.Popen[str]:
         stdout=sys.stderr,
         text=True,
         env={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not _of_launcher(name)},
             **contention.SLEEPING,
             "IPP_PROFILE_DIR": str(profile),
             "OMP_NUM_THREADS": str(threads),
@@ -95,6 +96,15 @@ def _start(order: Mapping[str, Any], profile: Path) -> subprocess.Popen[str]:
     with contextlib.suppress(BrokenPipeError), worker.stdin as pipe:
         pipe.write(json.dumps(order["connection"]))
     return worker
+
+
+def _of_launcher(name: str) -> bool:
+    """Return whether a variable says which rank srun or mpirun gave this process, as its only one.
+
+    DeepSpeed and others would take it for the rank of each worker.
+    """
+    kept = name.startswith("SLURM_JOB_") or name == "SLURM_CONF"
+    return name.startswith(_LAUNCHERS) and not kept
 
 
 def _tell(**told: int) -> None:

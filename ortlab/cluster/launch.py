@@ -1,10 +1,10 @@
 """Launch of an ipyparallel cluster: starts its processes, detects which died, and ends them.
 
 Without a profile ipyparallel's controller is a child of this process, and so are the engines,
-unless hosts are given: then they run there, started over SSH (`ortlab.cluster.host_side`). They
-communicate over loopback TCP, or with hosts over one address that the hosts reach, with encrypted
-and signed messages; their files are in a temporary folder of mode 0700. A profile chooses the
-launchers (SSH, MPI, Slurm, ...), addresses and files.
+unless hosts are given: then they run there (`ortlab.cluster.host_side`), started over SSH, by Slurm
+or by mpirun. They communicate over loopback TCP, or with hosts over one address that the hosts
+reach, with encrypted and signed messages; their files are in a temporary folder of mode 0700. A
+profile chooses the launchers (SSH, MPI, Slurm, ...), addresses and files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
-from ortlab.cluster import ssh
-from ortlab.cluster.hosts import Hosts, Reached, reach
+from ortlab.cluster.checks import Elsewhere, Reached
 from ortlab.settings import unknown_name
 from ortlab.utils import contention, scratch
 from ortlab.utils.files import write_private
@@ -58,8 +57,8 @@ class Cluster:
         count: Number of engines.
         profile: ipyparallel profile that the cluster is started with; None starts local processes.
         threads: Threads of each local engine.
-        hosts: Hosts on which the engines are started over SSH, with a local controller; None for
-            this machine.
+        hosts: Hosts on which the engines are started, with a local controller; None for this
+            machine.
 
     Raises:
         HostsRefused: If one of the hosts cannot run workers.
@@ -68,11 +67,11 @@ class Cluster:
     """
 
     def __init__(
-        self, count: int, *, profile: str | None, threads: int, hosts: Hosts | None = None
+        self, count: int, *, profile: str | None, threads: int, hosts: Elsewhere | None = None
     ) -> None:
         ipp = installed()
         self.hosts = hosts
-        self._reached: Reached | None = None if hosts is None else reach(hosts)
+        self._reached: Reached | None = None if hosts is None else hosts.reach()
         self._folder: Path | None = None
         self._stopped = False
         self._client: Any = None
@@ -80,7 +79,7 @@ class Cluster:
         common: dict[str, Any] = {"log": _silent(), "shutdown_atexit": False, "n": count}
         with contextlib.ExitStack() as undo:
             if self._reached is not None:
-                undo.callback(ssh.end_all, self._reached.links, kill=True)
+                undo.callback(self._reached.end, kill=True)
             self._cluster = self._made(ipp, profile, threads, common)
             undo.pop_all()
         self._loop = asyncio.new_event_loop()
@@ -146,7 +145,7 @@ class Cluster:
         """
         if self._reached is not None:
             return {
-                (link.destination.name, pid): code
+                (link.host, pid): code
                 for link in self._reached.links
                 for pid, code in dict(link.ended).items()
             }
@@ -157,14 +156,26 @@ class Cluster:
             (here, engine["pid"]): engine.get("exit_code") for engine in ended if "pid" in engine
         }
 
-    def disconnected(self, host: str) -> bool:
-        """Return whether the SSH connection to a host has ended.
+    def lost(self, host: str) -> str:
+        """Return which connection to a host has ended; "" if none has.
 
         Args:
             host: The host.
         """
-        links = () if self._reached is None else self._reached.links
-        return any(link.destination.name == host and not link.alive for link in links)
+        if self._reached is None or any(
+            link.host == host and link.alive for link in self._reached.links
+        ):
+            return ""
+        return f"{self._reached.connection} to the host ended"
+
+    def hosts_ended(self) -> str:
+        """Return why all hosts were taken away, such as a time limit; "" if they were not."""
+        return "" if self._reached is None else self._reached.ended()
+
+    @property
+    def host_names(self) -> list[str]:
+        """Names of the hosts; empty without hosts."""
+        return [] if self._reached is None else [link.host for link in self._reached.links]
 
     @property
     def address(self) -> str | None:
@@ -181,7 +192,7 @@ class Cluster:
             return
         self._stopped = True
         helpers = self._helpers()
-        silent = [] if self._reached is None else ssh.end_all(self._reached.links, kill=kill)
+        silent = [] if self._reached is None else self._reached.end(kill=kill)
         if silent:
             warnings.warn(
                 f"{', '.join(silent)} did not answer: workers there end by themselves within a "
@@ -223,10 +234,10 @@ class Cluster:
                 ],
                 environment=dict(self._embedded),
             )
-        if self.hosts is not None and self._reached is not None:
+        if self._reached is not None:
             information = await cluster.controller.get_connection_info()
             for link in self._reached.links:
-                link.start(self.hosts.per_host, information["engine"])
+                link.start(information["engine"])
         elif self._embedded:
             await cluster.start_engines(
                 count,
@@ -259,7 +270,7 @@ class Cluster:
         if self._reached is not None:
             for link in self._reached.links:
                 if link.ended and link.words:
-                    return f"{link.destination.name}: {link.words[-1]}"
+                    return f"{link.host}: {link.words[-1]}"
         parts = (self._cluster.controller, self._cluster.engine_set)
         lines = [line for part in parts if part for line in part.get_output().splitlines()]
         return next((line.strip() for line in reversed(lines) if line.strip()), "")

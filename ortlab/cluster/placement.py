@@ -41,7 +41,7 @@ def place_ranks(cluster: Cluster, *, elsewhere: bool) -> list[PlacedRank]:
 
     Args:
         cluster: The cluster, whose engines run.
-        elsewhere: True if the cluster was started over SSH or by an ipyparallel profile.
+        elsewhere: True if the cluster was started on hosts or by an ipyparallel profile.
 
     Returns:
         The ranks, in order.
@@ -53,7 +53,7 @@ def place_ranks(cluster: Cluster, *, elsewhere: bool) -> list[PlacedRank]:
     engines = sorted(client.ids)
     found = _facts(client, engines)
     if cluster.hosts is not None:  # neighbors are on the same host, as torchrun places them
-        names = cluster.hosts.names
+        names = cluster.host_names
         in_order = sorted(
             zip(engines, found, strict=True), key=lambda each: names.index(each[1]["host"])
         )

@@ -4,7 +4,8 @@
 controller or engine with these arguments, for the kernel with that process id. ipyparallel's own
 processes would survive a kernel that was killed: they watch each other by heartbeats, but not the
 kernel. A ``remote-engine`` is the child of `ortlab.cluster.host_side` and reads the connection
-information, which has the key, from its standard input: no file and no command line has it.
+information, which has the key, from its standard input: no file and no command line has it. An
+``allocation`` runs a command of Slurm, which would wait in its queue when the kernel has ended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -81,6 +83,13 @@ def _run_remote_engine(parent: int, arguments: list[str]) -> None:
     IPEngine.launch_instance(argv=arguments, connection_info_env=connection)
 
 
+def _run_allocation(parent: int, command: list[str]) -> None:
+    salloc = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: salloc.terminate())
+    end_with(parent, salloc.terminate)
+    sys.exit(salloc.wait())
+
+
 if __name__ == "__main__":
     role, kernel, *rest = sys.argv[1:]
     # Their logs lie in the folder for temporary files. If that disk is full, each call would print
@@ -89,6 +98,7 @@ if __name__ == "__main__":
     roles = {
         "controller": _run_controller,
         "engine": _run_engine,
+        "allocation": _run_allocation,
         "remote-engine": _run_remote_engine,
     }
     roles[role](int(kernel), rest)

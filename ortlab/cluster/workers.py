@@ -18,7 +18,7 @@ import psutil
 from ortlab.cluster import facts
 from ortlab.cluster import rank as on_rank
 from ortlab.cluster.call import RankDied, WorkerCall
-from ortlab.cluster.hosts import Hosts
+from ortlab.cluster.checks import Elsewhere
 from ortlab.cluster.launch import LOOPBACK, Cluster
 from ortlab.cluster.payload import packed
 from ortlab.cluster.placement import (
@@ -76,7 +76,8 @@ class Workers:
         count: Number of workers.
         profile: ipyparallel profile that says how they are started (SSH, MPI, Slurm, ...); None
             starts local processes.
-        hosts: Hosts on which they are started over SSH; None for this machine, or the profile.
+        hosts: Hosts on which they are started by SSH, Slurm or mpirun; None for this machine, or
+            the profile.
 
     Raises:
         HostsRefused: If a host cannot run workers; nothing was started then.
@@ -86,7 +87,7 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, *, profile: str | None = None, hosts: Hosts | None = None
+        self, count: int, *, profile: str | None = None, hosts: Elsewhere | None = None
     ) -> None:
         self.profile, self.hosts = profile, hosts
         self.broken: str | None = None
@@ -150,7 +151,7 @@ class Workers:
             return f"none: {self.broken}; {self._again()}"
         where = "on this machine" if self.profile is None else f"of profile {self.profile}"
         if self.hosts is not None:
-            where = f"on {', '.join(self.hosts.names)}"
+            where = self.hosts.where
         return f"{len(self)} {where}, {f'busy: {self._busy}' if self._busy else 'idle'}"
 
     def usable(self) -> bool:
@@ -430,10 +431,12 @@ class Workers:
             reason = f"rank {rank} of {len(self)}"
             if self.hosts is not None:
                 reason += f" on {ended.host}"
-            if self._cluster.disconnected(ended.host):
-                reason += " was lost: the SSH connection to the host ended"
+            if lost := self._cluster.lost(ended.host):
+                reason += f" was lost: {lost}"
             else:
                 reason += f" died{_how(self._cluster.exit_codes().get(which))}"
+            if taken := self._cluster.hosts_ended():
+                reason += f"; {taken}"
         self._break(reason)
         return RankDied(f"{reason}; {self._again()}", rank)
 
@@ -445,9 +448,7 @@ class Workers:
     def _again(self) -> str:
         typed, called = str(len(self)), str(len(self))
         if self.hosts is not None:
-            each = self.hosts.per_host
-            typed = f"--hosts {self.hosts.text} --per-host {each}"
-            called = f"hosts={self.hosts.text!r}, per_host={each}"
+            typed, called = self.hosts.typed, self.hosts.called
         return f"%ort workers {typed}, or ortlab.workers({called}), starts fresh ones"
 
     # ---- information on the ranks ----------------------------------------------------------------

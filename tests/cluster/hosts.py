@@ -117,6 +117,8 @@ class Host:
         self.name, self.folder = name, folder
         self.address = f"{NETWORK}.{number}"
         self._cable = f"{BRIDGE}{number}"
+        self.servers: set[int] = set()
+        """Processes that are no part of a test, such as Slurm's on this host."""
         folder.mkdir()
         for each in ("tmp", "home", "cache"):
             (folder / each).mkdir()
@@ -162,7 +164,13 @@ class Host:
         return do("nsenter", "--target", str(self._init.pid), "--net", *words)
 
     def processes(self) -> dict[int, list[str]]:
-        """Return the command lines of the host's processes, without its SSH server, by pid."""
+        """Return the command lines of the host's processes, without its servers, by pid."""
+        return {
+            pid: words for pid, words in self.all_processes().items() if pid not in self.servers
+        }
+
+    def all_processes(self) -> dict[int, list[str]]:
+        """Return the command lines of the host's processes, without its first one, by pid."""
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):

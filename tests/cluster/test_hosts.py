@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from ortlab.cluster.call import RankDied, RankError
 from ortlab.cluster.workers import Workers
 from ortlab.engines.base import StepperLost
 from ortlab.session import session
-from tests.cluster import hosts as namespaces
 from tests.cluster.hosts import HERE, Host, Network
 from tests.support import worker_runs
 from tests.support.readme import ROOT
@@ -36,46 +35,14 @@ from tests.support.worker_runs import TOLERANCE, begin, difference, losses, trai
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.usefixtures("own_workers")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.nightly,
+    pytest.mark.usefixtures("own_workers", "nothing_is_left"),
+]
 
 TOGETHER_S = 10.0
 """Seconds that the checks of all hosts may take: users are promised that."""
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """Start the hosts, to which the command ssh leads; they do not see this session's folders."""
-    if reason := namespaces.missing():
-        pytest.skip(reason)
-    made = Network(tmp_path_factory.mktemp("network"), tmp_path_factory.getbasetemp())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
-        patch.setattr(tempfile, "tempdir", None)
-        yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(network: Network, threads_end: None) -> Iterator[None]:
-    """Check that nothing is left on the hosts and here once workers are stopped."""
-    before = here()
-    yield
-    if session.workers is not None:
-        session.workers.stop()
-        session.workers = None
-    for host in network.hosts.values():
-        until(lambda host=host: host.processes() == {})  # type: ignore[misc]
-        until(lambda host=host: host.files() == [])  # type: ignore[misc]
-    until(lambda: here() <= before)
-
-
-def here() -> set[str]:
-    """Return processes and scratch folders of this session, but not the state that a run keeps."""
-    children = psutil.Process().children(recursive=True)
-    running = {f"{each.pid}" for each in children if each.status() != psutil.STATUS_ZOMBIE}
-    folders = {path.name for path in Path(tempfile.gettempdir()).glob("ortlab-*")}
-    return running | {name for name in folders if not name.startswith("ortlab-scratch-state-")}
 
 
 def rank() -> int:

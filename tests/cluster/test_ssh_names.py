@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ortlab
-from ortlab.cluster import hosts as of_hosts
-from ortlab.cluster import ssh
+from ortlab.cluster import checks
+from ortlab.cluster import link as of_links
 from ortlab.cluster.hosts import Hosts
 from ortlab.cluster.ssh import Destination
 from tests.support.typed_magics import Typist
@@ -67,9 +67,8 @@ def test_impossible_choices_are_refused(chosen: dict[str, Any], message: str) ->
 
 def test_one_address_serves_all_hosts() -> None:
     def common(**sources: str) -> str:
-        return of_hosts._common_address(
-            {host: {"source": source} for host, source in sources.items()}, {}, len(sources)
-        )
+        known = {host: source for host, source in sources.items() if source}
+        return checks.common_address(known, {}, list(sources))
 
     assert common(a="10.0.0.1", b="10.0.0.1") == "10.0.0.1"
     assert common(a="10.0.0.1", localhost="127.0.0.1") == "10.0.0.1"
@@ -88,7 +87,7 @@ def test_the_magic_says_what_its_options_need(ip: Typist) -> None:
     assert "python='python3' needs hosts" in ip.refused("%ort workers --python python3")
     assert "takes a number, not 'x'" in ip.refused("%ort workers --hosts a --per-host x")
     assert "it takes no options" in ip.refused("%ort workers stop --hosts a")
-    assert "exclude each other" in ip.refused("%ort workers 2 --hosts a --profile far")
+    assert "a profile names its own hosts" in ip.refused("%ort workers 2 --hosts a --profile far")
     assert "3 workers cannot be 1 on each" in ip.refused("%ort workers 3 --hosts a,b")
     with pytest.raises(ValueError, match=r"^address='192\.0\.2\.1' needs hosts"):
         ortlab.workers(2, address="192.0.2.1")
@@ -105,7 +104,7 @@ def test_an_ssh_that_ends_at_once_has_told_why(
 ) -> None:
     """Its threads may start late, as on a busy machine."""
 
-    class Late(ssh.Thread):
+    class Late(of_links.Thread):
         def start(self) -> None:
             super().start()
             time.sleep(0.3)
@@ -114,10 +113,10 @@ def test_an_ssh_that_ends_at_once_has_told_why(
     program.write_text("#!/bin/sh\necho 'Permission denied' >&2\nexit 255\n")
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(ssh, "Thread", Late)
-    link = ssh.Link(Destination("a"), ["python3"], ("127.0.0.1", 1))
+    monkeypatch.setattr(of_links, "Thread", Late)
+    link = of_links.Link(Destination("a").way(["python3"], 1), ("127.0.0.1", 1))
     until = time.monotonic() + 20
     assert link.greeting(until) is None
     assert time.monotonic() < until
     assert link.words == ["Permission denied"]
-    ssh.end_all([link])
+    of_links.end_all([link])

@@ -277,12 +277,22 @@ COMMANDS = {
             "Start worker processes that train together, or show the running ones.",
             "The table shows device, threads and memory of each, and every socket they listen on. "
             "Without --hosts and --profile they run on this machine. `%ort workers --hosts a,b "
-            "--per-host 2` starts two on each host over SSH, after all hosts were checked. "
+            "--per-host 2` starts two on each host over SSH, after all hosts were checked; `%ort "
+            "workers --slurm 4 --partition gpu` starts four as a job of Slurm, and `--mpi 4` by "
+            "mpirun, on --hosts or those of the batch job that this kernel runs in. "
             "`w = %ort workers 2` gives w.run(f, x), which calls f(x) on each.",
             (Positional("count", "workers", "how many, or stop; by default they are shown", "?"),),
             extra=(
                 Option("--hosts", "hosts to start them on over SSH, such as a,user@b,c:2222"),
+                Option("--slurm", "how many to start as a job of Slurm"),
+                Option("--mpi", "how many to start by mpirun"),
                 Option("--per-host", "number of workers on each host"),
+                Option("--partition", "Slurm's partition", common=False),
+                Option("--time", "Slurm's time limit, such as 2:00:00", common=False),
+                Option("--account", "Slurm's account", common=False),
+                Option(
+                    "--slurm-options", "more options of sbatch, such as 'gres=gpu:2 mem=64G'"
+                ),
                 Option("--python", "path of Python on the hosts (default: this one's, or python3)"),
                 Option("--address", "address of this machine for the hosts (default: it is found)"),
                 Option("--profile", "an ipyparallel profile that defines where they run"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shlex
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
@@ -50,18 +51,24 @@ class MachineCommands:
             raise UsageError(
                 "%ort workers: --profile needs a number of workers, as in --profile NAME 4"
             )
-        over_ssh = {
+        own: dict[str, Any] = {
             "hosts": hosts,
+            **_launched(given),
             "per_host": _number("--per-host", given.words["per_host"]),
             "python": given.words["python"],
             "address": given.words["address"],
         }
-        chosen = any(value is not None for value in over_ssh.values())
+        chosen = any(value is not None for value in own.values())
         if count == "stop" and chosen:
             raise UsageError("%ort workers: stop ends all workers; it takes no options")
+        for flag in ("slurm", "mpi"):
+            number = _number(f"--{flag}", given.words[flag])
+            if number is not None and count not in (None, str(number)):
+                raise UsageError(f"%ort workers: {count} and --{flag} {number} are two numbers")
+            count = count if number is None else str(number)
         if chosen or count not in (None, "stop"):
             with progress():
-                return workers(None if count is None else int(count), profile=profile, **over_ssh)
+                return workers(None if count is None else int(count), profile=profile, **own)
         if session.workers is None:
             print("no workers yet; %ort workers 2 starts two")
             return None
@@ -84,6 +91,23 @@ class MachineCommands:
     def doctor(self, given: ParsedCommand) -> Table[Finding]:  # noqa: ARG002
         """Return the checks of this machine."""
         return check_setup()
+
+
+def _launched(given: ParsedCommand) -> dict[str, Any]:
+    """Return the arguments of `workers` for --slurm and --mpi."""
+    options = {name: given.words[name] for name in ("partition", "time", "account")}
+    options = {name: value for name, value in options.items() if value is not None}
+    for word in shlex.split(given.words["slurm_options"] or ""):
+        name, mark, value = word.removeprefix("--").partition("=")
+        if not name or name.startswith("-"):
+            raise UsageError(
+                f"%ort workers: --slurm-options takes options such as gres=gpu:2, not {word!r}"
+            )
+        options[name] = value if mark else True
+    if options and given.words["slurm"] is None:
+        raise UsageError(f"%ort workers: --{next(iter(options))} needs --slurm NUMBER")
+    by_slurm = {} if given.words["slurm"] is None else {"slurm": options}
+    return by_slurm if given.words["mpi"] is None else {**by_slurm, "mpi": True}
 
 
 def _number(flag: str, text: str | None) -> int | None:
