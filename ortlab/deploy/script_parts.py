@@ -10,6 +10,14 @@ from ortlab.settings import CheckpointSettings, FinetuneSettings, OptimSettings
 if TYPE_CHECKING:
     from torch import nn
 
+STOPPED = 75
+"""Exit code of a script that stopped after SIGTERM and can go on (EX_TEMPFAIL of sysexits.h)."""
+_SAVE_STEPS = 100
+_ELASTIC = (
+    "Every SAVE_STEPS steps, and when it gets SIGTERM, it writes checkpoint.pt; the next start",
+    "continues from there, also with another number of processes.",
+    "",
+)
 _DROPPED = (
     *("engine", "workers", "isolated", "device"),
     *CheckpointSettings.declarations(),
@@ -43,16 +51,23 @@ def head(
         "",
         f"    torchrun --standalone --nproc-per-node {parallel.workers} train.py",
         "",
-        "On several machines, add torchrun's options --nnodes and --rdzv-endpoint.",
+        "On several machines, add torchrun's options --nnodes and --rdzv-endpoint, or start it by",
+        "srun (job.sbatch, beside this file, is a job of Slurm) or by mpirun. Any number of",
+        "processes trains on the same batches.",
         "",
+        *(_ELASTIC if stage < 2 else []),
         *textwrap.wrap(f"Written by {by}.", 98),
         '"""',
         "",
         "import contextlib",
+        "import fcntl",
         "import gc",
         "import itertools",
         "import math",
         "import os",
+        *(["import signal"] if stage < 2 else []),
+        "import socket",
+        "import subprocess",
         "import sys",
         "from collections.abc import Iterator",
         "from pathlib import Path",
@@ -69,6 +84,8 @@ def head(
     known = set(lines)
     lines += [line for line in imports if line not in known]
     lines += ["", "HERE = Path(__file__).parent", *_constants(settings, steps)]
+    if stage < 2:
+        lines += ['CHECKPOINT = HERE / "checkpoint.pt"', f"STOPPED = {STOPPED}  # exit code"]
     return "\n".join(lines)
 
 
@@ -87,6 +104,8 @@ def _constants(settings: FinetuneSettings, steps: int | None) -> list[str]:
         "CLIP_NORM": optim.max_grad_norm,
         "SEED": data.seed,
     }
+    if settings.parallel.zero_stage < 2:
+        constants["SAVE_STEPS"] = settings.checkpoint.save_steps or _SAVE_STEPS
     return [f"{name} = {value!r}{_COMMENTS.get(name, '')}" for name, value in constants.items()]
 
 
@@ -157,6 +176,34 @@ def optimizer(settings: FinetuneSettings) -> str:
     return text.replace("IMPORTS", lamb and f"{lamb}\n").replace("MADE", made)
 
 
+def meeting(settings: FinetuneSettings) -> str:
+    """Return the functions by which the processes find each other under any launcher.
+
+    Args:
+        settings: Settings of the run.
+    """
+    workers = str(settings.parallel.workers)
+    text = _MEETING.replace("WORKERS", workers)
+    return (
+        text
+        + _CHECKPOINT.replace(
+            "CONSOLIDATED",
+            "    optimizer.consolidate_state_dict()\n" * (settings.parallel.zero_stage == 1),
+        )
+        if settings.parallel.zero_stage < 2
+        else text
+    )
+
+
+def job(workers: int) -> str:
+    """Return a batch script for Slurm, which starts the training and goes on after a time limit.
+
+    Args:
+        workers: Number of processes.
+    """
+    return _JOB.format(workers=workers, stopped=STOPPED)
+
+
 def main(settings: FinetuneSettings) -> str:
     """Return the functions that train and save the weights."""
     model, parallel = settings.model, settings.parallel
@@ -186,7 +233,27 @@ _COMMENTS = {
     "STEPS": "  # optimizer steps in total; None: until the data ends",
     "BATCH_SIZE": "  # samples of a micro-batch, summed over all processes",
     "ACCUMULATION": "  # micro-batches per optimizer step",
+    "SAVE_STEPS": "  # optimizer steps between two checkpoints",
 }
+_JOB = """\
+#!/bin/sh
+# Submit it in this folder, which all hosts share: sbatch job.sbatch
+#SBATCH --job-name=train
+#SBATCH --ntasks={workers}
+#SBATCH --time=1:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@60
+
+# A minute before the time limit all processes get SIGTERM, write a checkpoint and exit with code
+# {stopped}; the job then waits for its next turn, in which they go on from the checkpoint.
+srun --kill-on-bad-exit=0 --wait=60 "${{PYTHON:-python}}" train.py
+code=$?
+if [ "$code" -eq {stopped} ]; then
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
 _TARGETS = '''
 def weights_of(batch: Any) -> torch.Tensor:
     """Return each sample's weight in the batch loss: its number of targets that are not -100."""
@@ -296,6 +363,72 @@ IMPORTS    trained = [p for p in model.parameters() if p.requires_grad]
 _CLIP = """\
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
 """
+_MEETING = '''
+def meet() -> None:
+    """Set torchrun's variables under srun and mpirun, which have other names for them."""
+    env = os.environ
+    if "RANK" in env:  # torchrun
+        return
+    if "OMPI_COMM_WORLD_RANK" in env:  # mpirun
+        names = ("RANK", "SIZE", "LOCAL_RANK")
+        rank, size, local = (env[f"OMPI_COMM_WORLD_{name}"] for name in names)
+        if env["OMPI_COMM_WORLD_LOCAL_SIZE"] == size:
+            env.setdefault("MASTER_ADDR", "127.0.0.1")
+        elif "MASTER_ADDR" not in env:
+            sys.exit("name the first host: mpirun -x MASTER_ADDR=HOST ...")
+        env.setdefault("MASTER_PORT", "29500")
+    elif "SLURM_STEP_ID" in env:  # srun
+        names = ("PROCID", "STEP_NUM_TASKS", "LOCALID")
+        rank, size, local = (env[f"SLURM_{name}"] for name in names)
+        if "MASTER_ADDR" not in env:
+            words = ("scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"])
+            hosts = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+            env["MASTER_ADDR"] = hosts[0]
+        of_job = int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])
+        env.setdefault("MASTER_PORT", str(20000 + of_job % 20000))
+    else:
+        sys.exit(
+            "start several processes: torchrun --standalone --nproc-per-node WORKERS train.py, "
+            "srun python train.py in a job of Slurm, or mpirun -np WORKERS python train.py"
+        )
+    env.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local)
+    if "GLOO_SOCKET_IFNAME" not in env and (found := interface_to(env["MASTER_ADDR"])):
+        # Many hosts take their own name for loopback, where no other one reaches them.
+        env["GLOO_SOCKET_IFNAME"] = found
+
+
+def interface_to(host: str) -> str | None:
+    """Return the network interface by which this host reaches another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((host, 1))  # sends nothing
+        own = asked.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                told = fcntl.ioctl(asked, 0x8915, name.encode().ljust(256, b"\\0"))  # SIOCGIFADDR
+                if socket.inet_ntoa(told[20:24]) == own:
+                    return name
+    return None
+'''
+_CHECKPOINT = '''
+
+def write_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, own_random: torch.Tensor
+) -> None:
+    """Write what the next start goes on from; all processes call it."""
+    random: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(random, own_random)
+CONSOLIDATED    if dist.get_rank():
+        return
+    state = {
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": random,
+    }
+    part = CHECKPOINT.with_suffix(".part")
+    torch.save(state, part)
+    os.replace(part, CHECKPOINT)
+'''
 _BEGIN = '''
 def save(model: nn.Module) -> None:
     """Write the weights to a file beside this script."""
@@ -308,8 +441,11 @@ def save(model: nn.Module) -> None:
 
 def main() -> None:
     """Train the model. Process 0 prints the losses and writes the weights."""
+    meet()
     on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+    # A launcher may show each process its own GPU alone.
+    index = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
+    device = torch.device("cuda", index) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
     TF32
@@ -321,33 +457,33 @@ _LOOP = """\
     # Dropout uses a random state per process; data uses one that is the same in all processes.
     torch.manual_seed(int(np.random.SeedSequence([SEED, rank]).generate_state(1)[0]) >> 1)
     own_random = torch.get_rng_state()
-    torch.default_generator.manual_seed(SEED)
+RESUME    torch.default_generator.manual_seed(SEED)
     step = 0
     for epoch in itertools.count() if EPOCHS is None else range(EPOCHS):
         batches, before = micro_batches(epoch), step
         while step != STEPS and (micro := list(itertools.islice(batches, ACCUMULATION))):
-            data_random = torch.get_rng_state()
+SKIP            data_random = torch.get_rng_state()
             torch.set_rng_state(own_random)
-            total = torch.zeros((), device=device)
+            total = torch.zeros(2, device=device)  # the loss, and who was told to stop
             for number, batch in enumerate(micro, 1):
                 own, part = share(batch, rank, size)
-BACKWARD                total += loss.detach() * part
+BACKWARD                total[0] += loss.detach() * part
             own_random = torch.get_rng_state()
             torch.set_rng_state(data_random)
-            dist.all_reduce(total)
-            if not torch.isfinite(total):
-                sys.exit(f"the loss of step {step + 1} is {float(total)}")
+ASKED            dist.all_reduce(total)
+            if not torch.isfinite(total[0]):
+                sys.exit(f"the loss of step {step + 1} is {float(total[0])}")
 UPDATE            step += 1
             if rank == 0:
-                print(f"step {step} loss {float(total):.9g}", flush=True)
-        if step in (STEPS, before):
+                print(f"step {step} loss {float(total[0]):.9g}", flush=True)
+WRITE        if step in (STEPS, before)STOPS:
             break
 SAVE    dist.barrier()  # no process exits while another is still working
     # Drop all references to the process group now: it cannot shut down cleanly at interpreter exit.
     del HOLDERS
     gc.collect()
     dist.destroy_process_group()
-"""
+EXIT"""
 _TORCH = (
     _BEGIN.replace("INIT", "dist.init_process_group")
     + """\
@@ -377,8 +513,57 @@ _TORCH = (
     .replace(
         "SAVE",
         """\
-    if rank == 0:
+    if rank == 0 and not stopped:
         save(model)
+        CHECKPOINT.unlink(missing_ok=True)
+""",
+    )
+    .replace(
+        "RESUME",
+        """\
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    done, stopped = 0, False
+    if CHECKPOINT.exists():
+        saved = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["step"]
+        if len(saved["random"]) == size:
+            own_random = saved["random"][rank]
+""",
+    )
+    .replace(
+        "SKIP",
+        """\
+            if step < done:  # taken before the checkpoint
+                step += 1
+                continue
+""",
+    )
+    .replace(
+        "ASKED",
+        """\
+            total[1] = len(told)
+""",
+    )
+    .replace(
+        "WRITE",
+        """\
+            stopped = bool(total[1])
+            if stopped or step % SAVE_STEPS == 0:
+                write_checkpoint(model, optimizer, step, own_random)
+            if stopped:
+                break
+""",
+    )
+    .replace("STOPS", " or stopped")
+    .replace(
+        "EXIT",
+        """\
+    if stopped:
+        print(f"process {rank} stopped after step {step}; start again to go on", flush=True)
+        sys.exit(STOPPED)
 """,
     )
 )
@@ -423,4 +608,10 @@ _DEEPSPEED = (
             save(model)
 """,
     )
+    .replace("RESUME", "")
+    .replace("SKIP", "")
+    .replace("ASKED", "")
+    .replace("WRITE", "")
+    .replace("STOPS", "")
+    .replace("EXIT", "")
 )

@@ -78,6 +78,7 @@ def script(
     text = writer.text(data, make_model, make_data)
     (folder / "train.py").write_text(text)
     workers = chosen.parallel.workers
+    (folder / "job.sbatch").write_text(script_parts.job(workers))
     command = f"torchrun --standalone --nproc-per-node {workers} {shlex.quote(str(folder))}"
     return Script(
         folder / "train.py", f"{command}/train.py", tuple(writer.open), tuple(writer.notes)
@@ -128,6 +129,7 @@ class _Writer:
             script_parts.objective(self._loss),
             script_parts.learning_rate(settings.optim, steps),
             script_parts.optimizer(settings),
+            script_parts.meeting(settings),
             script_parts.main(settings),
             'if __name__ == "__main__":\n    main()\n',
         ]

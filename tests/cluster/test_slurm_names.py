@@ -54,7 +54,7 @@ def test_the_magic_says_what_its_options_need(ip: Typist) -> None:
     assert "2 and --slurm 3 are two numbers" in ip.refused("%ort workers 2 --slurm 3")
     assert "it takes no options" in ip.refused("%ort workers stop --slurm 3")
     assert "slurm excludes hosts and mpi" in ip.refused("%ort workers --slurm 2 --hosts a")
-    assert "a profile names its own hosts" in ip.refused("%ort workers --slurm 2 --profile x")
+    assert "a profile names its own hosts" in ip.refused("%ort workers 2 --slurm 2 --profile x")
     assert "takes options such as gres=gpu:2, not '-p'" in ip.refused(
         "%ort workers --slurm 2 --slurm-options '-p gpu'"
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
@@ -63,29 +64,34 @@ def of_one_process(model: nn.Module, data: Any, **settings: Any) -> list[float]:
     return losses
 
 
-def of_torchrun(path: Path) -> list[float]:
-    """Return the losses that two processes print; ortlab is not on their path.
+def torchrun(path: Path, processes: int = 2, *more: str) -> subprocess.Popen[str]:
+    """Start a script in several processes; ortlab is not on their path.
 
     DeepSpeed's extensions, which take a minute to compile at its first start, stay in the
     user's cache.
     """
     ours = ("PYTHONPATH", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    done = subprocess.run(
+    return subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "torch.distributed.run"),
-            *("--nproc-per-node", "2", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", "127.0.0.1:0", str(path)),
+            *("--nproc-per-node", str(processes), "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", "127.0.0.1:0", *more, str(path)),
         ],
         cwd=path.parent,
         env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
-    assert [int(step) for step, _ in told] == list(range(1, len(told) + 1))
+
+
+def of_torchrun(path: Path, processes: int = 2, *, first: int = 1) -> list[float]:
+    """Return the losses that the processes print, from step `first` on."""
+    out, err = (run := torchrun(path, processes)).communicate(timeout=300)
+    assert run.returncode == 0, out + err
+    told = re.findall(r"^step (\d+) loss (\S+)$", out, re.MULTILINE)
+    assert [int(step) for step, _ in told] == list(range(first, first + len(told)))
     return [float(loss) for _, loss in told]
 
 
@@ -104,6 +110,106 @@ def check(model: nn.Module, data: Any, folder: Path, **settings: Any) -> None:
     for name, value in model.state_dict().items():
         error = float((trained[name] - value).norm() / (value.norm() or 1))
         assert error < TOLERANCE, name
+
+
+LONG = {"loss": "cross_entropy", "lr": 1e-2, "batch_size": 12, "max_steps": 400, "seed": 4}
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.1), nn.Linear(32, 4))
+
+
+def until_step(run: subprocess.Popen[str], step: int) -> list[str]:
+    """Return what a script has printed up to a step."""
+    assert run.stdout is not None
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if line.startswith(f"step {step} loss"):
+            return lines
+    raise AssertionError(f"{lines}")
+
+
+def trained(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path.parent / "trained.safetensors")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sigterm_writes_a_checkpoint_from_which_it_continues(tmp_path: Path, stage: int) -> None:
+    """With as many processes to the bit, dropout included."""
+    written = [
+        ortlab.script(
+            with_dropout(), samples(), to=tmp_path / name, zero_stage=stage, workers=2, **LONG
+        )
+        for name in ("whole", "stopped")
+    ]
+    expected = of_torchrun(written[0].path)
+    run = torchrun(written[1].path)
+    lines = until_step(run, 20)
+    run.terminate()
+    rest, err = run.communicate(timeout=300)
+    assert run.returncode != 0
+    (at,) = set(re.findall(r"process [01] stopped after step (\d+); start again", rest))
+    assert (tmp_path / "stopped" / "checkpoint.pt").exists(), err
+    told = [
+        float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", "".join(lines) + rest, re.M)
+    ]
+    assert len(told) == int(at) < len(expected)
+    assert told + of_torchrun(written[1].path, first=int(at) + 1) == expected
+    for name, value in trained(written[0].path).items():
+        assert torch.equal(value, trained(written[1].path)[name]), name
+    assert not (tmp_path / "stopped" / "checkpoint.pt").exists()
+
+
+def test_it_continues_with_another_number_of_processes(tmp_path: Path) -> None:
+    """The batch stays the whole one: losses are equal to rounding."""
+    model = network()
+    written = ortlab.script(
+        model, samples(), to=tmp_path / "it", zero_stage=1, workers=3, save_steps=10, **LONG
+    )
+    run = torchrun(written.path, 3, "--max-restarts", "0")
+    until_step(run, 25)
+    (agent,) = [psutil.Process(run.pid)]
+    victim = next(each for each in agent.children() if str(written.path) in each.cmdline())
+    victim.kill()
+    run.communicate(timeout=300)
+    assert run.returncode != 0
+    saved = torch.load(tmp_path / "it" / "checkpoint.pt", weights_only=True)["step"]
+    assert saved % 10 == 0
+    assert saved >= 20
+    expected = of_one_process(model, samples(), **LONG)
+    rest = of_torchrun(written.path, 2, first=saved + 1)
+    assert rest == pytest.approx(expected[saved:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, "start several processes: torchrun --standalone --nproc-per-node 2 train.py"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "srun python train.py in a job of Slurm"),
+        (
+            {
+                **{f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")},
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            "name the first host: mpirun -x MASTER_ADDR=HOST",
+        ),
+    ],
+)
+def test_a_start_that_is_none_is_refused(
+    tmp_path: Path, changed: dict[str, str], reason: str
+) -> None:
+    written = ortlab.script(network(), samples(), to=tmp_path / "it", workers=2, **LONG)
+    theirs = ("SLURM_", "OMPI_", "RANK", "MASTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    done = subprocess.run(
+        [sys.executable, written.path], env={**kept, **changed}, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
