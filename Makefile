@@ -6,8 +6,8 @@
 # make plain      tests the engine 'ort' in a second environment, .venv-plain, with plain onnxruntime
 # make nightly    the tests that take too long for every change, too, and those of `make plain` with
 #                 Python 3.11 and 3.13
-# make cluster-test  the tests of workers on several hosts over SSH, which need root, openssh-server
-#                 and iproute2; `make nightly` has them, too
+# make cluster-test  the tests of workers on several hosts over SSH, Slurm and MPI, which need root,
+#                 openssh-server, iproute2, slurm-wlm and openmpi-bin; `make nightly` has them, too
 # make lint       ruff, mypy and import-linter
 # make clean      removes what the others made, the environments included
 #

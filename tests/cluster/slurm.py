@@ -92,8 +92,11 @@ class Slurm:
             self._munge("munged", self.folder)
             self._begin("slurmctld", self.folder, self._written(self.folder))
             until(self._answers)
-            for host in network.hosts.values():
+            hosts = list(network.hosts.values())
+            for host in hosts:
                 self._written(host.folder, seen_at="/mnt")
+                with (host.folder / "hosts").open("a") as names:  # as in a cluster's
+                    names.writelines(f"{each.address} {each.name}\n" for each in hosts)
                 prolog = host.folder / "task_prolog"
                 prolog.write_text(_PROLOG.format(root=ROOT))
                 prolog.chmod(0o755)

@@ -108,7 +108,7 @@ def test_a_host_that_mpirun_cannot_reach(
     assert "Traceback" not in out + err
     assert f"{hosts}: {reason}" in err
     assert step in err
-    record_property("mpi", f"{seconds:4.1f} s  {err.strip()}")
+    record_property("host", f"{seconds:4.1f} s  {err.strip()}")
     assert seconds < TOGETHER_S
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+import safetensors.torch
 import torch
 from jupyter_client.manager import start_new_kernel
 
@@ -112,7 +114,7 @@ def test_a_job_that_cannot_run(
     assert "Traceback" not in out + err
     assert reason in err
     assert step in err
-    record_property("slurm", f"{seconds:4.1f} s  {err.strip()}")
+    record_property("host", f"{seconds:4.1f} s  {err.strip()}")
     assert seconds < TOGETHER_S
     until(lambda: slurm.jobs() == [])
 
@@ -366,3 +368,56 @@ def test_a_host_without_power(network: Network, four: Workers) -> None:
     finally:
         unplugged.cancel()
         beta.plug()
+
+
+# ---- scripts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Return a folder that all hosts see; they do not see pytest's."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="ortlab-test-") as folder:
+        yield Path(folder)
+
+
+def output(folder: Path, job: str) -> str:
+    path = folder / f"slurm-{job}.out"
+    return path.read_text() if path.exists() else ""
+
+
+def submitted(slurm: Slurm, folder: Path) -> str:
+    words = ("sbatch", "--parsable", "--nodes=2", f"--chdir={folder}", str(folder / "job.sbatch"))
+    return slurm.told("env", f"PYTHON={sys.executable}", "OMP_NUM_THREADS=1", *words)
+
+
+def test_a_script_is_stopped_requeued_and_continues(slurm: Slurm, shared: Path) -> None:
+    """On two hosts, to the bit as a job that was not stopped, and as a run in one process."""
+    chosen = {**worker_runs.CHOSEN, "max_steps": 600, "num_train_epochs": 99}
+    del chosen["engine"], chosen["device"]
+    model = worker_runs.Network()
+    for name in ("whole", "stopped"):
+        ortlab.script(
+            model, worker_runs.data(), to=shared / name, workers=4, zero_stage=1, **chosen
+        )
+    whole = submitted(slurm, shared / "whole")
+    until(lambda: slurm.jobs() == [])
+    expected = re.findall(r"^step .*", output(shared / "whole", whole), re.M)
+    assert len(expected) == 600, output(shared / "whole", whole)
+
+    job = submitted(slurm, shared / "stopped")
+    until(lambda: "step 20 loss" in output(shared / "stopped", job))
+    slurm.told("scancel", "--signal=TERM", job)  # as Slurm does a minute before the limit
+    until(lambda: slurm.jobs() == [(job, "PENDING")])
+    assert "stopped after step" in output(shared / "stopped", job)
+    # Slurm lets two minutes pass, until the job's credentials have expired.
+    until(lambda: slurm.jobs() == [])
+    told = re.findall(r"^step .*", output(shared / "stopped", job), re.M)
+    assert told == expected
+    one, other = (
+        safetensors.torch.load_file(shared / name / "trained.safetensors")
+        for name in ("whole", "stopped")
+    )
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    alone = losses(train(worker_runs.Network(), **chosen, engine="eager"))
+    of_script = [float(line.rpartition(" ")[2]) for line in told]
+    assert of_script == pytest.approx(alone, rel=1e-3)

@@ -138,6 +138,8 @@ LENGTHY = (
     "browser/test_charts_in_lab.py::test_a_kernel_that_says_nothing_is_told",
     "browser/test_graphs_in_lab.py::test_a_closed_view_leaves_no_graph_in_the_page",
     "cluster/test_training.py::test_shards_of_zero_3_load_under_tensor_parallelism",
+    "deploy/test_torchrun_script.py::test_sigterm_writes_a_checkpoint_from_which_it_continues[0",
+    "deploy/test_torchrun_script.py::test_it_continues_with_another_number_of_processes",
     "engines/test_fuzz.py::test_random_graphs_are_right_or_refused",
     "engines/distributed/test_pipeline_parallel.py::test_four_ranks_are_one_process[data x stages",
     "engines/distributed/test_pipeline_parallel.py::test_data_pipeline_and_tensor_parallel_on_eight",
