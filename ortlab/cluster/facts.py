@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
         A dictionary of "host", "pid", "cores" (the processors that it may run on) and "versions",
         by name, with None for a library that is not installed.
     """
-    versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    versions: dict[str, Any] = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name, distributions in _DISTRIBUTIONS.items():
         versions[name] = next(filter(None, map(_version, distributions)), None)
     return {

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ortlab.cluster import checks
+from ortlab.cluster import checks, facts
 from ortlab.cluster.checks import Reached
 from ortlab.cluster.link import Link, Way, end_all, first_python
 from ortlab.engines.base import tell
@@ -39,7 +39,10 @@ _TELL_S: Final = 30.0
 _TO_END_S: Final = 5.0
 _COMPLETING_S: Final = 3.0
 """Seconds until a job that is being ended shows how."""
-_GRANTED: Final = 'echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE"; cat >/dev/null'
+_GRANTED: Final = (
+    f'echo "{facts.GREETING}$SLURM_JOB_ID $SLURM_JOB_NODELIST $SLURM_TASKS_PER_NODE"; '
+    "cat >/dev/null"
+)
 """Command of salloc: names the hosts, then keeps the job until its standard input ends."""
 _DOWN: Final = "%N is %T (%E)"
 """Format of sinfo for hosts that run no jobs."""
@@ -197,7 +200,7 @@ class SlurmJob:
         chosen = self.partition
         if chosen is None:
             chosen = next((name.rstrip("*") for name, *_ in rows if name.endswith("*")), None)
-        if chosen is None or "," in chosen:
+        if chosen is None or "," in chosen:  # Slurm chooses among several
             return
         if chosen not in partitions:
             raise RuntimeError(
@@ -205,7 +208,7 @@ class SlurmJob:
             )
         own = {host: int(cpus) for name, host, cpus, _ in rows if name.rstrip("*") == chosen}
         fit = sum(min(self.per_host or cpus, cpus) for cpus in own.values())
-        if self.count > fit:
+        if self.count > fit and "--overcommit" not in self.options:
             raise RuntimeError(
                 f"partition {chosen} has no room for {counted(self.count, 'worker')}: it has "
                 f"{counted(sum(own.values()), 'processor')} on {counted(len(own), 'host')}; start "
@@ -371,8 +374,9 @@ class _Job:
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._granted = line.split()
-            self._answered.set()
+            if line.startswith(facts.GREETING):  # not what a prolog of the site says
+                self._granted = line.removeprefix(facts.GREETING).split()
+                self._answered.set()
         self._answered.set()
 
     def _hear_errors(self) -> None:
@@ -387,8 +391,9 @@ def _located(hosts: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the problems of hosts, and this machine's address for each of the others."""
     problems, sources = {}, {}
     for line in _asked("scontrol", "show", "node", ",".join(hosts), "--oneliner"):
-        found = dict(re.findall(r"(NodeName|NodeAddr)=(\S+)", line))
-        host, place = found["NodeName"], found.get("NodeAddr", found["NodeName"])
+        found: dict[str, str] = dict(re.findall(r"(NodeName|NodeAddr)=(\S+)", line))
+        host = found["NodeName"]
+        place = found.get("NodeAddr", host)
         try:
             sources[host] = checks.source(place, _PORT)
         except OSError as error:

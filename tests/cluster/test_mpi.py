@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -151,3 +154,22 @@ def test_a_rank_and_then_mpirun_are_killed(mpirun: str, network: Network) -> Non
     assert "mpirun's connection to the host ended" in str(workers.broken) or "died" in str(
         workers.broken
     )
+
+
+def test_a_script_on_two_hosts(mpirun: str) -> None:
+    """They do not see pytest's folders."""
+    chosen = {**worker_runs.CHOSEN, "zero_stage": 1}
+    del chosen["engine"], chosen["device"]
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="ortlab-test-") as folder:
+        written = ortlab.script(
+            worker_runs.Network(), worker_runs.data(), to=f"{folder}/it", workers=4, **chosen
+        )
+        hosts = ",".join(f"{host}:2" for host in mpirun.split(","))
+        words = ["mpirun", "--host", hosts, "-np", "4", sys.executable, str(written.path)]
+        refused = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert "name the first host: mpirun -x MASTER_ADDR=HOST" in refused.stderr
+        words[1:1] = ["-x", f"MASTER_ADDR={mpirun.partition(',')[0]}"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", done.stdout, re.M)]
+    assert told == pytest.approx(losses(train(worker_runs.Network())), rel=TOLERANCE)

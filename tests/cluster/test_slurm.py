@@ -392,7 +392,7 @@ def submitted(slurm: Slurm, folder: Path) -> str:
 
 def test_a_script_is_stopped_requeued_and_continues(slurm: Slurm, shared: Path) -> None:
     """On two hosts, to the bit as a job that was not stopped, and as a run in one process."""
-    chosen = {**worker_runs.CHOSEN, "max_steps": 600, "num_train_epochs": 99}
+    chosen = {**worker_runs.CHOSEN, "max_steps": 200, "num_train_epochs": 99}
     del chosen["engine"], chosen["device"]
     model = worker_runs.Network()
     for name in ("whole", "stopped"):
@@ -402,17 +402,18 @@ def test_a_script_is_stopped_requeued_and_continues(slurm: Slurm, shared: Path) 
     whole = submitted(slurm, shared / "whole")
     until(lambda: slurm.jobs() == [])
     expected = re.findall(r"^step .*", output(shared / "whole", whole), re.M)
-    assert len(expected) == 600, output(shared / "whole", whole)
+    assert len(expected) == 200, output(shared / "whole", whole)
 
     job = submitted(slurm, shared / "stopped")
     until(lambda: "step 20 loss" in output(shared / "stopped", job))
     slurm.told("scancel", "--signal=TERM", job)  # as Slurm does a minute before the limit
     until(lambda: slurm.jobs() == [(job, "PENDING")])
     assert "stopped after step" in output(shared / "stopped", job)
-    # Slurm lets two minutes pass, until the job's credentials have expired.
+    # Slurm lets two minutes pass, until the job's old credentials have expired.
+    until(lambda: slurm.jobs() == [(job, "RUNNING")])
     until(lambda: slurm.jobs() == [])
     told = re.findall(r"^step .*", output(shared / "stopped", job), re.M)
-    assert told == expected
+    assert told == expected, output(shared / "stopped", job)
     one, other = (
         safetensors.torch.load_file(shared / name / "trained.safetensors")
         for name in ("whole", "stopped")

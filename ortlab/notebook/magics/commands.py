@@ -290,9 +290,7 @@ COMMANDS = {
                 Option("--partition", "Slurm's partition", common=False),
                 Option("--time", "Slurm's time limit, such as 2:00:00", common=False),
                 Option("--account", "Slurm's account", common=False),
-                Option(
-                    "--slurm-options", "more options of sbatch, such as 'gres=gpu:2 mem=64G'"
-                ),
+                Option("--slurm-options", "more options of sbatch, such as 'gres=gpu:2 mem=64G'"),
                 Option("--python", "path of Python on the hosts (default: this one's, or python3)"),
                 Option("--address", "address of this machine for the hosts (default: it is found)"),
                 Option("--profile", "an ipyparallel profile that defines where they run"),
