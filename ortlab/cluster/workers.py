@@ -431,8 +431,8 @@ class Workers:
             reason = f"rank {rank} of {len(self)}"
             if self.hosts is not None:
                 reason += f" on {ended.host}"
-            if lost := self._cluster.lost(ended.host):
-                reason += f" was lost: {lost}"
+            if cut := self._cluster.lost(ended.host):
+                reason += f" was lost: {cut}"
             else:
                 reason += f" died{_how(self._cluster.exit_codes().get(which))}"
             if taken := self._cluster.hosts_ended():
