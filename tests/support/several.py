@@ -17,12 +17,15 @@ Found = list[dict[str, Any]]
 """The results of each rank, by case."""
 
 
-def run(module: str, size: int, folder: Path, *, seconds: int = 240) -> Found:
-    """Run `module` in `size` processes, at most `seconds`; ``printed`` has each rank's output."""
+def run(module: str, size: int, folder: Path, *words: str, seconds: int = 240) -> Found:
+    """Run `module` in `size` processes, at most `seconds`; ``printed`` has each rank's output.
+
+    It gets rank, size, folder and `words` as arguments.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(size), str(folder)],
+            [sys.executable, "-m", module, str(rank), str(size), str(folder), *words],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

@@ -25,7 +25,22 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Found:
     needs("ort")
-    return run("tests.support.parts_in_ort", 2, tmp_path_factory.mktemp("parts"), seconds=600)
+    folder = tmp_path_factory.mktemp("parts")
+    return run("tests.support.parts_in_ort", 2, folder, "bert", seconds=600)
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    needs("ort")
+    folder = tmp_path_factory.mktemp("further")
+    return run("tests.support.parts_in_ort", 2, folder, "gpt2", "llama", seconds=900)
+
+
+@pytest.fixture
+def in_parts(model: str, request: pytest.FixtureRequest) -> Found:
+    """Return the cases of a model: ``further`` ones take long, and run in `make nightly`."""
+    found: Found = request.getfixturevalue("parts" if model == "bert" else "further")
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,35 +72,41 @@ def test_pipeline_stages_are_one_process(two: Found) -> None:
     assert len({each["digest"] for each in found}) == 1
 
 
-@pytest.mark.parametrize(
-    "case", ["interleaved", "stages of bert", "stages of gpt2", "stages of llama"]
-)
-def test_stages_of_transformers_are_one_process(parts: Found, case: str) -> None:
-    for each in of(parts, case):
+def check_stages(found: list[Any]) -> None:
+    for each in found:
         for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
             assert each[name] < TOLERANCE, name
         assert any(note.startswith("checked on") for note in each["notes"])
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
-def test_blocks_whose_weights_are_gathered_one_by_one(parts: Found, model: str) -> None:
+def test_stages_of_transformers_are_one_process(in_parts: Found, model: str) -> None:
+    check_stages(of(in_parts, f"stages of {model}"))
+
+
+def test_interleaved_stages_are_one_process(further: Found) -> None:
+    check_stages(of(further, "interleaved"))
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
+def test_blocks_whose_weights_are_gathered_one_by_one(in_parts: Found, model: str) -> None:
     """ZeRO 3 by FSDP2, each block in ORT; afterwards the user's model has all weights."""
-    for each in of(parts, f"fully sharded {model}"):
+    for each in of(in_parts, f"fully sharded {model}"):
         for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
             assert each[name] < TOLERANCE, name
         assert each["same objects"]
         assert any("ZeRO stage 3 by torch's FSDP2" in note for note in each["notes"])
         assert any(note.startswith("checked on") for note in each["notes"])
     assert (
-        sum(each["held"]["parameters"] for each in of(parts, f"fully sharded {model}"))
+        sum(each["held"]["parameters"] for each in of(in_parts, f"fully sharded {model}"))
         == each["whole"]
     )
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
-def test_layers_that_ranks_share_are_one_process(parts: Found, model: str) -> None:
+def test_layers_that_ranks_share_are_one_process(in_parts: Found, model: str) -> None:
     """Fifty steps of two micro-batches; the first step of each kind is compared with eager."""
-    for each in of(parts, f"tensor {model}"):
+    for each in of(in_parts, f"tensor {model}"):
         for name in ("losses", "norms", "weights", "moments", "evaluated", "left"):
             assert each[name] < TOLERANCE, name
         assert any("layers are sharded" in note for note in each["notes"])
