@@ -201,6 +201,36 @@ def others() -> dict[str, Any]:
     return found
 
 
+def dropping() -> dict[str, Any]:
+    """Train classes of transformers with their usual dropout; ranks compare their gradients."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    bert = {**sizes, "intermediate_size": 64}
+    kinds: dict[str, dict[str, Any]] = {
+        "BertForSequenceClassification": bert,
+        "RobertaForMaskedLM": {**bert, "max_position_embeddings": 40},
+        "ElectraForSequenceClassification": {**bert, "embedding_size": 32},
+        "DistilBertForMaskedLM": {
+            "vocab_size": 50,
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 64,
+        },
+        "GPT2LMHeadModel": {"vocab_size": 50, "n_embd": 32, "n_head": 4, "n_layer": 2},
+        "LlamaForCausalLM": {**bert, "attention_dropout": 0.1, "use_cache": False},
+    }
+    found = {}
+    for name, config in kinds.items():
+        kind = getattr(transformers, name)
+        torch.manual_seed(2)
+        stepper = together(kind(kind.config_class(**config)), None, tensor_parallel=2)
+        batches = texts("classes" if "Classification" in name else "tokens")
+        found[name] = [float(stepper.step([batch], lr=LR).loss) for batch in batches]
+    return found
+
+
 def rows() -> list[Any]:
     return data(16, 9, 5)
 
@@ -442,6 +472,7 @@ CASES: dict[int, dict[str, Case]] = {
         "moving": moving(wide, {"tensor_parallel": 2}),
         "not finite": not_finite(wide, tensor_parallel=2),
         "dropout": dropout,
+        "dropping": dropping,
         "failing": failing,
         "refused": refused,
     },

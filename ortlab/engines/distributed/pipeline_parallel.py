@@ -66,7 +66,7 @@ def check(model: nn.Module, settings: FinetuneSettings) -> Mapping[str, Part]:
     if parallel.tensor_parallel == 1:
         return {}
     layers = tensor_parallel_plan.plan_for(model, parallel.tensor_parallel)
-    if "" in (part.region for part in layers.values()):
+    if any(part.region is not None and "." not in name for name, part in layers.items()):
         raise ValueError(
             f"tensor_parallel={parallel.tensor_parallel} with pipeline_stages="
             f"{parallel.pipeline_stages}: layers that are split together may be in different "
@@ -549,7 +549,7 @@ def _sendable(found: Any) -> torch.Tensor:
 
 
 class PipelineStepper(TorchStepper):
-    """Stepper of one stage: DeepSpeed's schedule runs forward and backward, it does the update."""
+    """Stepper of one rank's stages: their schedule runs the passes, it does the update."""
 
     _processes: PipelineRanks
 

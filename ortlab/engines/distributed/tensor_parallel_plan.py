@@ -114,11 +114,9 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
         inside = f"{name}." if name else ""
         if any(name == path or name.startswith(f"{path}.") for path in found):
             continue
-        for part, style in _known(module, size):
-            path = inside + part
+        for part, style, region in _known(module, size):
             alone = style in ("gathered", "summed")
-            region = None if alone else path.rpartition(".")[0]
-            found.setdefault(path, Part(style, region))
+            found.setdefault(inside + part, Part(style, None if alone else inside + region))
     if not found:
         raise ValueError(
             f"tensor_parallel={size}: no layer of {type(model).__name__} is known to be shardable: "
@@ -135,11 +133,23 @@ def plan_for(model: nn.Module, size: int) -> dict[str, Part]:
     return found
 
 
-def _known(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
-    """Yield the parts to shard inside `module`, from the knowledge about its class."""
+def _known(module: nn.Module, size: int) -> Iterator[tuple[str, Style, str]]:
+    """Yield the parts to shard inside `module` by its class, each with the name of its region."""
     if plan := getattr(module, "_tp_plan", None):
-        yield from _of_transformers(module, plan, size)
-    elif type(module).__module__.startswith("transformers.") and (
+        for part, style in _of_transformers(module, plan, size):
+            yield part, style, part.rpartition(".")[0]
+        return
+    region = ""
+    for part, style in _of_class(module, size):
+        region = region or part
+        yield part, style, region
+        if style == "rows":
+            region = ""
+
+
+def _of_class(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
+    """Yield the parts of `module` in the order in which they run."""
+    if type(module).__module__.startswith("transformers.") and (
         parts := _PARTS.get(type(module).__name__)
     ):
         _check_heads(module, getattr(module, "config", None) or _config_in(module), size)

@@ -102,6 +102,14 @@ def test_dropout_of_split_and_of_whole_activations(two: Found) -> None:
     assert not set(first["split"]) & set(second["split"])
 
 
+def test_dropout_of_transformers(two: Found) -> None:
+    """A region that one layer opens and no layer closes would leave each rank masks of its own."""
+    first, second = of(two, "dropping")
+    assert first == second
+    assert len(first) == 6
+    assert all(len(losses) == 3 for losses in first.values())
+
+
 def test_ranks_that_fail_stop_the_step_of_all(two: Found, four: Found) -> None:
     for each in of(two, "failing"):
         assert each["told"] == "ValueError: a row is out of range"
@@ -144,7 +152,7 @@ def test_a_layer_without_a_partner_stays_whole() -> None:
         *(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         *(nn.LayerNorm(4), nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)),
     )
-    columns, rows = Part("columns", ""), Part("rows", "")
+    columns, rows = Part("columns", "0"), Part("rows", "0")
     assert plan_for(model, 2) == {"0": columns, "2": rows}
 
 
