@@ -22,7 +22,12 @@ def run(module: str, size: int, folder: Path, *words: str, seconds: int = 240) -
 
     It gets rank, size, folder and `words` as arguments.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TRANSFORMERS_VERBOSITY": "error",  # it warns of configurations as small as ours
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(size), str(folder), *words],
