@@ -72,11 +72,11 @@ def finetune_conflict(layout: Layout, optimizer: str) -> str | None:
     if layout.recompute == "selective":
         return f"it recomputes whole layers only; {ours}"
     if layout.interleave > 1:
-        return f"its pipeline has no interleaved schedule (interleave={layout.interleave}); {ours}"
+        return f"its interleaved pipelines run on CPUs (interleave={layout.interleave}); {ours}"
     settings = FinetuneSettings.of(finetune_settings(layout, optimizer))
     reason = compatibility.ranks_conflict(settings, layout.gpus, elsewhere=True)
     if reason is None and layout.recompute == "full" and layout.zero == 3:
-        reason = "zero_stage=3 needs engine 'eager', which recomputes nothing"
+        reason = "zero_stage=3 runs each layer alone, without recompute='layers'"
     if reason is not None:
         return f"{reason.partition(';')[0]}; {ours}"
     if layout.sequence_parallel:

@@ -276,7 +276,7 @@ def test_settings_that_finetune_takes(settings: dict[str, Any], expected: dict[s
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor": 2, "pipeline": 2}, "interleaved schedule|combines only one of them"),
+        ({"tensor": 2, "pipeline": 2}, "interleaved pipelines run on CPUs"),
         (
             {"tensor": 2, "micro_batch": 16, "pipeline": 1, "zero": 0},
             "does not share layers by tokens",
@@ -299,7 +299,8 @@ def test_ortlab_s_layouts_can_be_trained() -> None:
     assert len(plan.shown) == 10
     for one in plan.shown:
         assert plan._conflict(one) is None
-    assert ortlab.training_plan("1B", gpus=16, trainer="ortlab", tensor=2, pipeline=2).best is None
+    both = ortlab.training_plan("1B", gpus=16, batch=64, trainer="ortlab", tensor=2, pipeline=2)
+    assert both.settings()["tensor_parallel"] == both.settings()["pipeline_stages"] == 2
 
 
 def test_launch_files_for_ortlab(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_launch_files_for_megatron(tmp_path: Path) -> None:
     plan = ortlab.training_plan(LLAMA, gpus=32, batch=64, tensor=2, pipeline=2, tokens="1B")
     launch, _, saved = plan.write(tmp_path)
     text = launch.read_text()
-    assert "# ortlab cannot train this layout: its pipeline has no interleaved schedule" in text
+    assert "# ortlab cannot train this layout: its interleaved pipelines run on CPUs" in text
     assert "not tested here" in text
     assert subprocess.run(["bash", "-n", launch]).returncode == 0
     best = plan.best

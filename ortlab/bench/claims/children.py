@@ -19,9 +19,9 @@ from ortlab.utils import scratch
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MKL_DISABLE_FAST_MM": "1"}
 """Settings with which freed memory is returned at once, the same for every engine.
 
-Otherwise glibc (mallopt(3)) keeps freed memory that it cannot use again, up to half of a step's, and
-MKL, which torch uses on Intel's CPUs, 4 MiB of buffers after small products and none after large
-ones. Torch's allocator on a GPU returns such memory before it gives up.
+Otherwise glibc (mallopt(3)) keeps freed memory that it cannot use again, up to half of a step's,
+and MKL, which torch uses on Intel's CPUs, 4 MiB of buffers after small products and none after
+large ones. Torch's allocator on a GPU returns such memory before it gives up.
 """
 _LAST_LINES = 3
 _OF_OTHERS = ("RankFailed", "Connection closed", "reset by peer")
