@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -77,7 +76,7 @@ class MpiHosts(Hosts):
 
     def reach(self) -> Reached:
         """See `Elsewhere.reach`."""
-        until = time.monotonic() + checks.ANSWERED_S
+        until = checks.soon()
         problems, sources = {}, {}
         for name in self.names:
             try:

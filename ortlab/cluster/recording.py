@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 _STEP: Final = phases.PREFIX + "step"
 _BACKENDS: Final = ("gloo:", "nccl:", "mpi:", "ucc:")
-"""What torch's process groups put before the name of a collective in the profiler."""
+"""Prefixes of the names of collectives in torch's profiler, by backend of the process group."""
 _WAITS: Final = ("c10d::", "_c10d_functional::", "record_param_comms", *_BACKENDS)
 """Operators that wait for a collective rather than compute."""
 _SIZES: Final = {

@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -285,3 +287,28 @@ class Network:
         for host in self.hosts.values():
             host.close()
         do("ip", "link", "delete", BRIDGE)
+
+
+@contextlib.contextmanager
+def command_lines() -> Iterator[set[str]]:
+    """Collect the command lines and environments of all processes, of this machine's hosts too."""
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            for process in psutil.process_iter():
+                for name in ("cmdline", "environ"):
+                    try:
+                        text = Path(f"/proc/{process.pid}/{name}").read_bytes()
+                    except OSError:
+                        continue
+                    seen.add(text.decode(errors="replace"))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watcher.join()

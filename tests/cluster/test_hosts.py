@@ -26,7 +26,7 @@ from ortlab.cluster.call import RankDied, RankError
 from ortlab.cluster.workers import Workers
 from ortlab.engines.base import StepperLost
 from ortlab.session import session
-from tests.cluster.hosts import HERE, Host, Network
+from tests.cluster.hosts import HERE, Host, Network, command_lines
 from tests.support import worker_runs
 from tests.support.readme import ROOT
 from tests.support.typed_magics import Typist
@@ -260,29 +260,10 @@ def test_every_socket_is_on_loopback_or_on_the_one_address(four: Workers, networ
 
 
 def test_no_secret_is_on_a_command_line(network: Network) -> None:
-    seen: set[str] = set()
-    done = threading.Event()
-
-    def look() -> None:
-        """Read the command lines and environments of all processes, of this machine's hosts too."""
-        while not done.wait(0.01):
-            for process in psutil.process_iter():
-                for name in ("cmdline", "environ"):
-                    try:
-                        text = Path(f"/proc/{process.pid}/{name}").read_bytes()
-                    except OSError:
-                        continue
-                    seen.add(text.decode(errors="replace"))
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
+    with command_lines() as seen:
         workers = ortlab.workers(hosts="alpha,beta")
         with workers.rendezvous():
             workers.run(total, 1.0)
-    finally:
-        done.set()
-        watcher.join()
     (folder,) = Path(tempfile.gettempdir()).glob("ortlab-scratch-workers-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     (written,) = (folder / "security").glob("*engine.json")

@@ -29,7 +29,7 @@ from ortlab.cluster.workers import Workers
 from ortlab.engines.base import StepperLost
 from ortlab.session import session
 from tests.cluster import slurm as slurm_here
-from tests.cluster.hosts import Host, Network
+from tests.cluster.hosts import Host, Network, command_lines
 from tests.cluster.slurm import Slurm
 from tests.support import worker_runs
 from tests.support.readme import ROOT
@@ -294,27 +294,9 @@ def test_a_run_is_that_of_one_process(
 
 
 def test_no_secret_is_on_a_command_line_or_in_slurms_files(network: Network, slurm: Slurm) -> None:
-    seen: set[str] = set()
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.01):
-            for process in psutil.process_iter():
-                for name in ("cmdline", "environ"):
-                    try:
-                        text = Path(f"/proc/{process.pid}/{name}").read_bytes()
-                    except OSError:
-                        continue
-                    seen.add(text.decode(errors="replace"))
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
+    with command_lines() as seen:
         workers = ortlab.workers(2, slurm=True, per_host=1)
         assert workers.run(rank) == [0, 1]
-    finally:
-        done.set()
-        watcher.join()
     (folder,) = Path(tempfile.gettempdir()).glob("ortlab-scratch-workers-*")
     (written,) = (folder / "security").glob("*engine.json")
     connection = json.loads(written.read_text())

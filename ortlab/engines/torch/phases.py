@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 PREFIX: Final = "ortlab."
-PHASES: Final = ("forward", "backward", "optimizer")
 
 _labeling = False
 
@@ -19,7 +18,7 @@ def phase(name: str) -> AbstractContextManager[object]:
     """Return a context that labels what runs in it; it costs nothing outside of `labeled`.
 
     Args:
-        name: One of `PHASES`.
+        name: Name of the phase: "forward", "backward" or "optimizer".
     """
     if _labeling:
         return torch.profiler.record_function(PREFIX + name)
