@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ortlab
+from ortlab.cluster import recording
 from ortlab.cluster.recording import timeline
 from ortlab.metrics.timeline import KINDS, Timeline
 from ortlab.training.run import Run
@@ -90,6 +93,25 @@ def test_a_thread_that_waits_for_a_collective_does_not_compute() -> None:
     assert found.exposed_ms == pytest.approx(15)
     assert {span.kind for span in found.spans} == {"other", "communication"}
     assert found.collectives[0].sent_bytes == 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the bytes of a socket")
+def test_bytes_count_at_the_socket_that_sends_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sender = socket.create_connection(listening.getsockname())
+        receiver, _ = listening.accept()
+    with sender, receiver:
+        names = [os.readlink(f"/proc/self/fd/{each.fileno()}") for each in (sender, receiver)]
+        before = recording._sent() or {}
+        sender.sendall(bytes(10_000))
+        receiver.recv(10_000, socket.MSG_WAITALL)
+
+        def sent() -> list[int]:
+            now = recording._sent() or {}
+            return [now[name] - before[name] for name in names]
+
+        until(lambda: sent()[0] == 10_000)  # all is acknowledged
+        assert sent() == [10_000, 0]
 
 
 def wide(**changes: Any) -> Run:
